@@ -1,0 +1,198 @@
+"""
+Hydra heads: each guesses its token knowing the guesses before it. And the command line.
+
+Head i reads the hidden state h at position t and the embeddings of the i + 1 tokens put on the path so
+far, and guesses token t + 2 + i (Hydra, Ankner et al. 2024, section 3). That is one method's
+difference from Medusa: `extend`. Everything else, tree, verification, loop, is the same.
+
+    python hydra.py --prompt "def read_"
+"""
+import codecs
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from medusa import Medusa, zero
+from model import (Parser, UserError, at_least, command, load_file, pick_device, save_file, unpack)
+from tokenizer import Tokenizer
+from tree import Lookup, Tree, chain, generate, likely_paths
+
+
+class Hydra(Medusa):
+    """Sequentially dependent heads.
+
+    The first block of head i is R x + SiLU(W x + b) over x = [h ; e_0 ; ... ; e_i], with a learned R
+    since x is wider than the block. Products of a sum's parts can be added up: the part of h is one
+    product for all heads, and the part of each token is added as it joins the path.
+    """
+
+    def make_inlet(self, C):
+        """R and W of all first blocks: `inlet` holds the columns of h, `path[i]` those of e_i for the
+        heads i and up. R starts as [I | 0 | ...], so that here too all heads start as the LM head."""
+        K = self.max_depth
+        inlet = nn.Linear(C, 2 * K * C)
+        self.path = nn.ModuleList(nn.Linear(C, 2 * (K - i) * C, bias=False) for i in range(K))
+        for linear in (inlet, *self.path):
+            zero(linear)
+        with torch.no_grad():
+            inlet.weight.view(K, 2, C, C)[:, 0] = torch.eye(C)
+        self.tables = None
+        return inlet
+
+    def enter(self, h):
+        return self.inlet(h).unflatten(-1, (self.max_depth, 2, -1))
+
+    def extend(self, depth, state, tokens):
+        """The whole of sequential dependence: the heads from `depth` on see these tokens too."""
+        if self.tables is None:
+            added = self.path[depth](self.base.wte(tokens))
+        else:
+            added = F.embedding(tokens, self.tables[depth])
+        return state[..., depth - self.max_depth:, :, :] + added.unflatten(-1, (-1, 2, state.shape[-1]))
+
+    def build_tables(self):
+        """For decoding: the embeddings are frozen, so each token's product can be looked up. An exact
+        identity that trades V * 5 K (K + 1) C bytes or so of memory for the reading of `path`."""
+        with torch.no_grad():
+            self.tables = [path(self.base.wte.weight) for path in self.path]
+
+
+KINDS = {"medusa": Medusa, "hydra": Hydra}  # the better ones last
+DEFAULT_NODES = 8
+
+
+def fingerprint(model):
+    """A hash of the base model's weights: heads fit the model they were trained for and no other."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(model.state_dict().items()):
+        digest.update(tensor.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def save_heads(out, kind, heads, tokenizer):
+    save_file(Path(out) / f"{kind}.pt", {
+        "options": heads.options, "heads": heads.state_dict(),
+        "tokenizer": tokenizer.hash, "base": fingerprint(heads.base)})
+
+
+def load_base(out, device="cpu"):
+    """The base model and its tokenizer from the folder `out`."""
+    path = Path(out) / "base.pt"
+    content = load_file(path, device)
+    model = unpack(content, path, device)
+    tokenizer = Tokenizer(content["merges"].tolist())
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise UserError(f"{path} holds a model of {model.config.vocab_size} ids and a tokenizer of "
+                        f"{tokenizer.vocab_size}: train again")
+    return model, tokenizer
+
+
+def load_heads(out, kind, model, tokenizer, device="cpu"):
+    """The heads that train.py saved in `out` for this very base model, ready for drafting."""
+    path = Path(out) / f"{kind}.pt"
+    content = load_file(path, device)
+    try:
+        heads = KINDS[kind](model, **content["options"])
+        heads.load_state_dict(content["heads"])
+        bound_to = content["tokenizer"], content["base"]
+    except (KeyError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} doesn't fit this program ({reason}): train again") from None
+    if bound_to != (tokenizer.hash, fingerprint(model)):
+        raise UserError(f"{path} was trained for another base model: train again")
+    heads.to(device).eval().requires_grad_(False)
+    if kind == "hydra":
+        heads.build_tables()
+    return heads
+
+
+def make_tree(text, kind, depth, device):
+    """The tree that --tree asks for, cut to what these heads can fill."""
+    if kind == "none":
+        return Tree()
+    if text == "auto":
+        text = "chain" if kind == "lookup" else str(DEFAULT_NODES)
+    if text == "chain":
+        return Tree(chain(depth), device)
+    if text.isdecimal() and int(text) > 0:  # N nodes with the root
+        few = int(text) - 1
+        return Tree(chain(min(few, depth)) if kind == "lookup" else likely_paths(few, depth), device)
+    try:
+        paths = json.loads(text)
+        if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+            raise ValueError("it is no list of lists of ranks")
+        return Tree(paths, device)
+    except ValueError as error:
+        raise UserError(f"--tree {text}: {error}; say auto, chain, a number of nodes from 1 up, or "
+                        "paths such as [[0],[1],[0,0]]") from None
+
+
+def parse():
+    parser = Parser(description="Continue a prompt: the base model's own text, in fewer of its steps.")
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--heads", choices=["none", "lookup", *KINDS],
+                        help="who drafts; default: the best that the folder --out holds")
+    parser.add_argument("--tree", default="auto", metavar="auto|chain|N|PATHS",
+                        help="N = nodes with the root, PATHS = JSON such as [[0],[1],[0,0]]")
+    parser.add_argument("--max-new-tokens", type=at_least(0), default=128, metavar="N")
+    parser.add_argument("--out", default="out", help="the folder that train.py filled")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    return parser.parse_args()
+
+
+def printer(tokenizer):
+    """A function that prints tokens as they come; a character cut in two waits for its rest."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def show(ids, final=False):
+        print(decoder.decode(tokenizer.decode_bytes(ids), final), end="", flush=True)
+    return show
+
+
+def main():
+    args = parse()
+    device = pick_device(args.device)
+    model, tokenizer = load_base(args.out, device)
+    prompt = tokenizer.encode(args.prompt)
+    if not 1 <= len(prompt) <= model.config.block_size:
+        raise UserError(f"the prompt has {len(prompt)} tokens; 1 to {model.config.block_size} fit")
+    kind, drafter = args.heads, None
+    if kind is None:
+        kind = next((k for k in reversed(KINDS) if (Path(args.out) / f"{k}.pt").exists()), "none")
+    if kind in KINDS:
+        drafter = load_heads(args.out, kind, model, tokenizer, device)
+    elif kind == "lookup":
+        drafter = Lookup(model.config.vocab_size)
+    tree = make_tree(args.tree, kind, drafter.max_depth if drafter else 0, device)
+    show = None if args.json else printer(tokenizer)
+    try:
+        result = generate(model, prompt, drafter, tree, args.max_new_tokens, tokenizer.stop, show=show)
+    except ValueError as error:  # a tree that these heads or this vocabulary can't fill
+        raise UserError(f"--tree {args.tree}: {error}") from None
+    result = {"prompt_ids": prompt, "ids": result["ids"], "text": tokenizer.decode(result["ids"]),
+              **result, "heads": kind, "tree_nodes": tree.size, "trim": 0}
+    if args.json:
+        print(json.dumps(result))
+        return
+    show([], final=True)
+    print()
+    print(figures(result), file=sys.stderr)
+
+
+def figures(result):
+    """One line: what the text took."""
+    count, rate = len(result["ids"]), result["tokens_per_step"]
+    speed = f"{(count - 1) / result['seconds']:.0f} tokens/s" if rate else "no step"
+    return (f"[{result['heads']}, tree of {result['tree_nodes']}] {count} tokens in {result['steps']} "
+            f"steps, {rate or 0:.2f} tokens per step, {speed}; prompt {result['prompt_seconds']:.3f} s, "
+            f"then {result['seconds']:.3f} s; finish: {result['finish']}")
+
+
+if __name__ == "__main__":
+    command(main)

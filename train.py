@@ -1,0 +1,274 @@
+"""
+Train everything: corpus -> tokenizer -> base model -> heads, all into one folder.
+
+    python train.py            # about 12 minutes on two cores
+    python train.py --quick    # a toy in 90 seconds, for trying things
+
+The corpus is the source of the Python standard library that runs this program, so nothing has to be
+downloaded. Training is planned by the clock, not by steps: the learning rate falls to zero when the time
+is up, and a faster machine simply gets better models. What counts as held out is a fixed tenth of the
+files, which nothing here learns from: every number that is reported comes from there.
+"""
+import hashlib
+import platform
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+
+from hydra import KINDS, load_base, save_heads
+from model import GPT, GPTConfig, Parser, UserError, at_least, command, pack, pick_device, save_file
+from tokenizer import Tokenizer, count_pretokens, train_bpe
+from tree import Tree, generate, likely_paths
+
+SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "ensurepip",
+        "lib2to3", "pydoc_data", "turtledemo", "__pycache__"}  # tests, tables, bundled third parties
+
+
+# the corpus
+
+
+def list_files(data):
+    """data: None for the standard library, or a file or folder -> (root, paths in a fixed order)."""
+    if data is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        found = (p for p in root.rglob("*.py") if not SKIP & set(p.relative_to(root).parts))
+    else:
+        root = Path(data)
+        if root.is_file():
+            return root.parent, [root]
+        if not root.is_dir():
+            raise UserError(f"--data {data}: there is no such file or folder")
+        found = (p for p in root.rglob("*") if not any(
+            part.startswith(".") for part in p.relative_to(root).parts))
+    # no links: they can lead in circles, or out of the folder
+    return root, sorted(p for p in found if p.is_file() and not p.is_symlink())
+
+
+def read_corpus(data):
+    """-> texts in the order of their names. UserError where there is too little to learn from."""
+    root, paths = list_files(data)
+    texts, skipped = [], 0
+    for path in paths:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            if data is not None and len(paths) == 1:
+                raise UserError(f"--data {path} isn't UTF-8 text: {error.reason}") from None
+            skipped += 1
+        except OSError as error:
+            raise UserError(f"{path} can't be read: {error.strerror}") from None
+    size = sum(map(len, texts))
+    if data is None and size < 1_000_000:
+        raise UserError(f"this Python keeps only {size} characters of library source in {root}: "
+                        "say --data PATH, a text file or a folder of them")
+    digest = hashlib.sha256("\0".join(texts).encode("utf-8")).hexdigest()[:12]
+    source = f"library source of Python {platform.python_version()}" if data is None else str(data)
+    print(f"corpus: {source}, {len(texts)} files, {size / 1e6:.2f} M characters, sha256 {digest}"
+          + (f", {skipped} files that are no UTF-8 skipped" if skipped else ""))
+    return texts
+
+
+def hold_out(texts):
+    """-> (training texts, held-out texts): every tenth file, or the last tenth of fewer than 20."""
+    texts = [text for text in texts if text]
+    if len(texts) >= 20:
+        return [t for i, t in enumerate(texts) if i % 10 != 9], texts[9::10]
+    whole = "".join(texts)
+    cut = len(whole) * 9 // 10
+    return [whole[:cut]], [whole[cut:]]
+
+
+def encode_all(tokenizer, texts):
+    """One long row of ids, the stop token after each text."""
+    ids = [i for text in texts for i in (*tokenizer.encode(text), tokenizer.stop)]
+    return torch.tensor(ids)
+
+
+def standard_prompts(tokenizer, texts, length, most=64):
+    """Up to `most` prompts of `length` tokens from the line starts of held-out texts, as lists of ids.
+
+    Only such that their text encodes to the same ids again: they can be given on the command line.
+    """
+    prompts, place = [], 0
+    while len(prompts) < most and place < 40:
+        for text in texts:
+            begin = text.find("\n", place * 3000 + len(text) // 7) + 1
+            ids = tokenizer.encode(text[begin:begin + 20 * length])[:length]
+            whole = begin and len(ids) == length and tokenizer.encode(tokenizer.decode(ids)) == ids
+            if whole and text[begin] not in " \n" and ids not in prompts:
+                prompts.append(ids)
+        place += 1
+    return prompts[:most]
+
+
+# training
+
+
+class Progress:
+    """One line that is rewritten, or on no terminal a plain line now and then."""
+
+    def __init__(self, name, seconds):
+        self.name, self.seconds, self.begin, self.shown = name, seconds, time.monotonic(), 0.0
+        self.live = sys.stdout.isatty()
+
+    def done(self):
+        """How much of the time is gone, 0 to 1."""
+        return min(1.0, (time.monotonic() - self.begin) / self.seconds)
+
+    def show(self, text, last=False):
+        now = time.monotonic() - self.begin
+        if last or now - self.shown > (0.5 if self.live else 20):
+            self.shown = now
+            line = f"{self.name}: {text}, {max(0, self.seconds - now):.0f} s left"
+            print(f"\r{line:<90}" if self.live else line, end="\n" if last or not self.live else "",
+                  flush=True)
+
+
+def schedule(done, step, warm_up=20):
+    """Learning rate as a share of its peak: a short rise, a flat part, a straight fall to nearly zero."""
+    return min(1.0, (step + 1) / warm_up) * max(0.02, min(1.0, (1 - done) / 0.6))
+
+
+def batches(ids, batch, length, seed):
+    """Endless random windows, (batch, length) each."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        begin = torch.randint(len(ids) - length + 1, (batch, 1), generator=generator)
+        yield ids[begin + torch.arange(length)]
+
+
+def fit(name, parameters, loss_of, data, seconds, peak):
+    """AdamW for `seconds`; loss_of(batch) -> (loss, text to show). -> steps taken."""
+    matrices = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() <= 1]  # norms and biases: no weight decay
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}],
+                                  lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
+    progress, step, text = Progress(name, seconds), 0, ""
+    while progress.done() < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = peak * schedule(progress.done(), step)
+        x = next(data)
+        loss, text = loss_of(x)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        step += 1
+        speed = step * x.numel() / (time.monotonic() - progress.begin)
+        progress.show(f"step {step}, {text}, {speed:.0f} tokens/s")
+    progress.show(f"step {step}, {text}", last=True)
+    return step
+
+
+@torch.inference_mode()
+def held_out_loss(model, ids, tokens=60_000):
+    """Nats per token over the held-out text's beginning, in windows of half the context."""
+    T = model.config.block_size // 2
+    rows = ids[:min(len(ids), tokens) // (T + 1) * (T + 1)].view(-1, T + 1)
+    losses = [model.loss(x) * len(x) for x in rows.split(16)]
+    return float(sum(losses) / len(rows))
+
+
+def train_base(model, ids, args):
+    def loss_of(x):
+        loss = model.loss(x)
+        return loss, f"loss {loss.item():.3f}"
+    data = batches(ids, args.batch, args.length + 1, args.seed)
+    fit("base model", list(model.parameters()), loss_of, data, args.base_seconds, args.lr)
+
+
+def train_heads(model, heads, ids, args):
+    """All sets of heads on the same batches: the frozen base model computes its hidden states once."""
+    model.requires_grad_(False)
+
+    def loss_of(x):
+        with torch.no_grad():
+            h = model(x)
+        losses = {kind: h_.loss(h, x) for kind, h_ in heads.items()}
+        text = ", ".join(f"{kind} {each[0]:.2f}..{each[-1]:.2f}" for kind, (_, each) in losses.items())
+        return sum(loss for loss, _ in losses.values()), text
+    data = batches(ids, args.batch, args.length, args.seed + 1)
+    parameters = [p for h in heads.values() for p in h.parameters()]
+    fit("heads", parameters, loss_of, data, args.heads_seconds, args.heads_lr)
+
+
+# the command
+
+SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 256,
+         "n_inner": 704, "batch": 8, "length": 128, "base_seconds": 420, "heads_seconds": 240,
+         "seed": 0}
+QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 30,
+         "heads_seconds": 25}
+
+
+def parse():
+    parser = Parser(description="Train tokenizer, base model and heads into one folder.")
+    parser.add_argument("--data", metavar="PATH", help="a UTF-8 text file or a folder of them; "
+                        "default: the source of Python's standard library")
+    parser.add_argument("--out", default="out", metavar="DIR", help="the folder to fill")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    parser.add_argument("--quick", action="store_true", help="a toy in 90 seconds")
+    parser.add_argument("--resume", action="store_true", help="keep the base model that DIR holds")
+    for name, value in SIZES.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=at_least(0 if name == "seed" else 1),
+                            default=value, metavar="N", help=f"default {value}, "
+                            f"with --quick {QUICK.get(name, value)}")
+    parser.add_argument("--lr", type=at_least(0, float), default=3e-3, help="peak, base model")
+    parser.add_argument("--heads-lr", type=at_least(0, float), default=2e-3, help="peak, heads")
+    if parser.parse_args().quick:
+        parser.set_defaults(**QUICK)
+    return parser.parse_args()
+
+
+def check_length(ids, need, what):
+    if len(ids) < need:
+        raise UserError(f"{what} has {len(ids)} tokens and {need} are needed: give more text")
+
+
+def make_base(args, texts, held):
+    """-> model and tokenizer, new or as the folder has them."""
+    if args.resume and (Path(args.out) / "base.pt").exists():
+        return load_base(args.out, args.device)
+    begin = time.monotonic()
+    tokenizer = Tokenizer(train_bpe(count_pretokens(texts), args.vocab_size - 1))
+    print(f"tokenizer: {tokenizer.vocab_size} ids in {time.monotonic() - begin:.0f} s")
+    try:
+        config = GPTConfig(**{"vocab_size": tokenizer.vocab_size, **{
+            name: getattr(args, name) for name in GPTConfig.__dataclass_fields__ if name in SIZES
+            and name != "vocab_size"}})
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    ids = encode_all(tokenizer, texts)
+    check_length(ids, args.length + 1, "the training text")
+    check_length(encode_all(tokenizer, held), args.block_size // 2 + 1, "the held-out tenth")
+    model = GPT(config).to(args.device)
+    print(f"base model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
+          f"{len(ids) / 1e6:.2f} M training tokens")
+    train_base(model, ids.to(args.device), args)
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    prompts = standard_prompts(tokenizer, held, args.block_size // 4)
+    save_file(Path(args.out) / "base.pt", pack(model, merges=torch.tensor(tokenizer.merges),
+                                               prompts=prompts))
+    return model.eval(), tokenizer
+
+
+def main():
+    args = parse()
+    args.device = pick_device(args.device)
+    torch.manual_seed(args.seed)
+    texts, held = hold_out(read_corpus(args.data))
+    model, tokenizer = make_base(args, texts, held)
+    held_ids = encode_all(tokenizer, held).to(args.device)
+    loss, size = held_out_loss(model, held_ids), sum(map(len, held))
+    print(f"held-out loss: {loss:.3f} nats a token, {loss * len(held_ids) / size:.3f} nats a character")
+    heads = {kind: Heads(model).to(args.device) for kind, Heads in KINDS.items()}
+    train_heads(model, heads, encode_all(tokenizer, texts).to(args.device), args)
+    for kind, h in heads.items():
+        save_heads(args.out, kind, h, tokenizer)
+
+
+if __name__ == "__main__":
+    command(main)

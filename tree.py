@@ -1,0 +1,277 @@
+"""
+Speculative decoding with a tree: candidate tree, drafting, verification, the decode loop.
+
+A *drafter* guesses what comes next, several ways at once; the guesses form a tree whose root is the
+token that the base model has already chosen. One base-model call computes all nodes side by side, each
+seeing only its ancestors (tree attention, Medusa section 2.1.2), and the *walk* keeps the path that the
+base model itself would have taken. Plain decoding is the same loop with the empty tree: only the root.
+
+A drafter is three methods and a number; this is all that Medusa, Hydra and Lookup have in common:
+
+    start(h, tokens, position)    hidden states (a, C) of the a tokens just accepted, those tokens (a,),
+                                  and the position of the first; position 0 begins a new text.
+                                  -> the state drafting starts from, one row
+    extend(depth, state, tokens)  the state, one row a parent, after these tokens (parents,) were put on
+                                  the path; depth 0 is the root. None = nothing to propose from here on
+    logits(depth, state)          (rows, V): scores for the children of nodes at this depth. A single
+                                  row means that all parents share it
+    max_depth                     how deep a tree it can fill
+
+A state is whatever can be indexed by row. N nodes, root included; D depth; V vocabulary.
+"""
+import heapq
+import time
+
+import torch
+
+from model import KVCache, greedy
+
+
+class Tree:
+    """A candidate tree from paths of ranks, the same at every step.
+
+    The path (2, 0) is the best guess after the third best guess after the root. Every parent has to be
+    there. Nodes are numbered breadth first, so that a tree cut at a depth is a prefix of its nodes.
+
+        >>> tree = Tree([(0,), (1,), (0, 0)])
+        >>> tree.parent, tree.depth, tree.children
+        ([-1, 0, 0, 1], [0, 1, 1, 2], [[1, 2], [3], [], []])
+    """
+
+    def __init__(self, paths=(), device="cpu"):
+        paths = [tuple(path) for path in paths]
+        check_paths(paths)
+        self.paths = sorted(paths, key=lambda path: (len(path), path))
+        node = {path: i for i, path in enumerate([(), *self.paths])}
+        self.size, self.device = len(node), device
+        self.parent = [-1] + [node[path[:-1]] for path in self.paths]
+        self.depth = [len(path) for path in node]
+        self.children = [[] for _ in node]
+        for i, up in enumerate(self.parent[1:], 1):
+            self.children[up].append(i)
+        self.max_depth, self.max_rank = self.depth[-1], max((path[-1] for path in self.paths), default=-1)
+        self.depths = torch.tensor(self.depth, device=device)
+        self.mask = torch.eye(self.size, dtype=torch.bool)  # a node sees itself and its ancestors
+        for i, up in enumerate(self.parent[1:], 1):
+            self.mask[i] |= self.mask[up]
+        self.mask = self.mask.to(device)
+        self.levels = [self.level(d, node) for d in range(self.max_depth)]
+        self.cuts = {}
+
+    def level(self, depth, node):
+        """How to get from depth to depth + 1, as index tensors over the parents at this depth:
+        their nodes, their own parents' places in the level above, and each child's (place, rank)."""
+        def parents(d):
+            return [i for i, at in enumerate(self.depth) if at == d and self.children[i]]
+        here, above = parents(depth), parents(depth - 1)
+        up = [above.index(self.parent[i]) for i in here if depth]
+        paths = [path for path in self.paths if len(path) == depth + 1]
+        place = [here.index(node[path[:-1]]) for path in paths]
+        rank = [path[-1] for path in paths]
+        return (*(torch.tensor(x, dtype=torch.long, device=self.device)
+                  for x in (here, up, place, rank)), max(rank) + 1)
+
+    def cut(self, depth, width=None):
+        """The tree down to this depth, and with ranks below `width` (what a drafter can propose)."""
+        width = self.max_rank + 1 if width is None else width
+        if depth >= self.max_depth and width > self.max_rank:
+            return self
+        if (depth, width) not in self.cuts:
+            paths = [p for p in self.paths if len(p) <= depth and max(p) < width]
+            self.cuts[depth, width] = Tree(paths, self.device)
+        return self.cuts[depth, width]
+
+
+def check_paths(paths):
+    """ValueError naming the first path that can't stand in a tree."""
+    seen = {()}
+    for path in sorted(paths, key=len):
+        if not path or not all(isinstance(rank, int) and rank >= 0 for rank in path):
+            raise ValueError(f"path {list(path)} isn't a list of ranks, whole numbers from 0")
+        if path in seen:
+            raise ValueError(f"path {list(path)} is there twice")
+        if path[:-1] not in seen:
+            raise ValueError(f"path {list(path)} has no parent {list(path[:-1])} in the tree")
+        seen.add(path)
+
+
+def chain(depth):
+    """The paths of a chain: the best guess, `depth` times."""
+    return [(0,) * d for d in range(1, depth + 1)]
+
+
+def full(depth, width):
+    """The paths of the full tree: `width` guesses after every node, down to `depth`."""
+    paths, level = [], [()]
+    for _ in range(depth):
+        level = [path + (rank,) for path in level for rank in range(width)]
+        paths += level
+    return paths
+
+
+def likely_paths(count, depth, accept=(0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01)):
+    """The `count` likeliest paths if the guess of rank r were right with chance accept[r], whatever came
+    before (the product rule of Medusa, section 2.3.3): a sane tree where nothing was counted."""
+    paths, heap = [], [(-accept[0], (0,))]
+    while heap and len(paths) < count:
+        p, path = heapq.heappop(heap)
+        paths.append(path)
+        if len(path) < depth:
+            heapq.heappush(heap, (p * accept[0], path + (0,)))
+        if path[-1] + 1 < len(accept):  # the next sibling: never likelier, so never too early
+            heapq.heappush(heap, (p / accept[path[-1]] * accept[path[-1] + 1],
+                                  path[:-1] + (path[-1] + 1,)))
+    return paths
+
+
+def draft(drafter, tree, state, root):
+    """Fill the tree, one batched call a level -> tokens (n,) of its first n nodes.
+
+    n < N where the drafter has nothing more to propose. state: one row; root: (1,) the root's token.
+    """
+    tokens = level_tokens = root
+    first = 0  # number of the first node of the level
+    for depth, (parents, up, place, rank, width) in enumerate(tree.levels):
+        if len(state) > 1:  # a single row is shared by all parents
+            state = state[up]
+        state = drafter.extend(depth, state, level_tokens[parents - first])
+        if state is None:
+            break
+        best = drafter.logits(depth, state).topk(width).indices  # (rows, width), the best first
+        first += len(level_tokens)
+        level_tokens = best.expand(len(parents), -1)[place, rank]
+        tokens = torch.cat((tokens, level_tokens))
+    return tokens
+
+
+def walk(tree, tokens, choice):
+    """The nodes on the base model's own path, from the root on: [0] where no draft was right.
+
+    tokens[i] is the token at node i, choice[i] the base model's token after node i. So the new tokens
+    are choice[i] for i in the path: the accepted drafts and one more, the bonus, which is the next root.
+    """
+    path, node = [0], 0
+    while True:
+        node = next((c for c in tree.children[node] if tokens[c] == choice[node]), None)
+        if node is None:
+            return path
+        path.append(node)
+
+
+@torch.inference_mode()  # as decorator: inside a generator a `with` would leak to the caller
+def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choose=greedy):
+    """Yield lists of new tokens: first the one that the prompt's forward gives, then each step's.
+
+    prompt: ids, 1 to block_size of them. Ends after `stop`, after `limit` tokens or at the end of the
+    context; the last token is emitted and never fed. The text doesn't depend on drafter and tree.
+    ValueError where the tree is deeper than the drafter can fill.
+    """
+    room = check_call(model, prompt, drafter, tree, limit)
+    if room == 0:
+        return
+    device = model.wte.weight.device
+    cache = KVCache(model.config, model.config.block_size + tree.size, like=model.wte.weight)
+    fed = torch.tensor(prompt, device=device)
+    h = model(fed[None], cache)[0]
+    cache.keep(range(len(prompt)))
+    position = 0  # of the first row of h
+    new = choose(model.lm_head(h[-1:]), torch.tensor([len(prompt)], device=device)).tolist()
+    while True:
+        if stop in new:
+            new = new[:new.index(stop) + 1]
+        room -= len(new)
+        done = room == 0 or new[-1] == stop
+        # a step with m drafts accepted emits m + 1 tokens: the tree never outgrows the room
+        tree = tree.cut(room - 1)
+        if not done and tree.size > 1:
+            state = drafter.start(h, fed, position)
+        yield new
+        if done:
+            return
+        tokens = torch.tensor(new[-1:], device=device)
+        if tree.size > 1:
+            tokens = draft(drafter, tree, state, tokens)
+        # the drafter may have filled only the upper levels
+        now = tree.cut(tree.depth[len(tokens) - 1])
+        position = cache.length
+        positions = now.depths + position  # subtle: by depth, not by row: siblings share a position
+        h = model(tokens[None], cache, positions, now.mask)[0]
+        choice = choose(model.lm_head(h), positions + 1).tolist()
+        path = walk(now, tokens.tolist(), choice)
+        cache.keep(path)
+        new = [choice[i] for i in path]
+        h, fed = h[path], tokens[path]  # drafting goes on from the accepted rows, never the last
+
+
+def check_call(model, prompt, drafter, tree, limit):
+    """The room: how many tokens may come. ValueError where the arguments don't fit one another."""
+    block_size = model.config.block_size
+    if not 1 <= len(prompt) <= block_size:
+        raise ValueError(f"a prompt has 1 to block_size={block_size} tokens, not {len(prompt)}")
+    if limit < 0:
+        raise ValueError(f"limit={limit} is negative")
+    if tree.size > 1:
+        deepest = tree.paths[-1]
+        if drafter is None or len(deepest) > drafter.max_depth:
+            most = 0 if drafter is None else drafter.max_depth
+            raise ValueError(f"path {list(deepest)} is deeper than the {most} heads there are")
+        if tree.max_rank >= model.config.vocab_size:
+            raise ValueError(f"rank {tree.max_rank} is beyond vocab_size={model.config.vocab_size}")
+    return min(limit, block_size - len(prompt))
+
+
+def generate(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choose=greedy, show=None):
+    """Run `decode` to its end, timing it alone -> dict with the fields of --json that belong to it.
+
+    `show`, if given, is called with the new tokens as they come; its time isn't counted.
+    """
+    steps, seconds = [], []
+    run = decode(model, prompt, drafter, tree, limit, stop, choose)
+    while True:
+        begin = time.perf_counter()
+        new = next(run, None)
+        seconds.append(time.perf_counter() - begin)
+        if new is None:
+            break
+        steps.append(new)
+        if show:
+            show(new)
+    ids = [token for new in steps for token in new]
+    accepted = [len(new) for new in steps[1:]]  # the first token came from the prompt's own forward
+    finish = "stop" if ids and ids[-1] == stop else "length" if len(ids) == limit else "context"
+    return {"ids": ids, "finish": finish, "steps": len(accepted), "accepted": accepted,
+            "tokens_per_step": sum(accepted) / len(accepted) if accepted else None,
+            "seconds": sum(seconds[1:]), "prompt_seconds": seconds[0]}
+
+
+class Lookup:
+    """The drafter that needs no training: what followed the last time these tokens stood here.
+
+    Prompt lookup decoding (Saxena 2023): of the last three, two or one tokens, the longest run seen before
+    decides. It proposes a chain; copying is free, so it is the yardstick for everything trained.
+    """
+
+    def __init__(self, vocab_size, max_depth=8, longest=3):
+        self.vocab_size, self.max_depth, self.longest = vocab_size, max_depth, longest
+
+    def start(self, h, tokens, position):
+        if position == 0:
+            self.text, self.after = [], {}
+        for token in tokens.tolist():
+            self.text.append(token)
+            for n in range(1, self.longest + 1):  # what follows this run begins at the text's end
+                self.after[tuple(self.text[-n:])] = len(self.text)
+        return h[-1:]
+
+    def extend(self, depth, state, tokens):
+        if depth == 0:
+            text = self.text + tokens.tolist()
+            runs = (tuple(text[-n:]) for n in range(self.longest, 0, -1))
+            begin = next((self.after[run] for run in runs if run in self.after), len(text))
+            self.guess = text[begin:]
+        return state if depth < len(self.guess) else None
+
+    def logits(self, depth, state):
+        row = state.new_zeros(1, self.vocab_size)
+        row[0, self.guess[depth]] = 1e4  # certain, yet finite
+        return row
