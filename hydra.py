@@ -7,9 +7,11 @@ difference from Medusa: `extend`. Everything else, tree, verification, loop, is 
 
     python hydra.py --prompt "def read_"
 """
+import argparse
 import codecs
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from medusa import Medusa, zero
-from model import (Parser, UserError, at_least, command, load_file, pick_device, save_file, unpack)
+from model import UserError, load_file, save_file, unpack
 from tokenizer import Tokenizer
 from tree import Lookup, Tree, chain, generate, likely_paths
 
@@ -81,15 +83,18 @@ def save_heads(out, kind, heads, tokenizer):
 
 
 def load_base(out, device="cpu"):
-    """The base model and its tokenizer from the folder `out`."""
+    """The base model, its tokenizer and the standard prompts (lists of ids) from the folder `out`."""
     path = Path(out) / "base.pt"
     content = load_file(path, device)
     model = unpack(content, path, device)
-    tokenizer = Tokenizer(content["merges"].tolist())
+    try:
+        tokenizer, prompts = Tokenizer(content["merges"].tolist()), content["prompts"]
+    except (KeyError, ValueError, IndexError) as error:
+        raise UserError(f"{path} holds no whole tokenizer ({error}): train again") from None
     if tokenizer.vocab_size != model.config.vocab_size:
         raise UserError(f"{path} holds a model of {model.config.vocab_size} ids and a tokenizer of "
                         f"{tokenizer.vocab_size}: train again")
-    return model, tokenizer
+    return model, tokenizer, prompts
 
 
 def load_heads(out, kind, model, tokenizer, device="cpu"):
@@ -109,6 +114,53 @@ def load_heads(out, kind, model, tokenizer, device="cpu"):
     if kind == "hydra":
         heads.build_tables()
     return heads
+
+
+# the manners that all commands share
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (--help lists the options)")
+
+
+def at_least(low, kind=int):
+    """An argparse type: a finite number from `low` up."""
+    def number(text):
+        value = kind(text)
+        if not low <= value < float("inf"):  # false for NaN too
+            raise argparse.ArgumentTypeError(f"{text} isn't a number from {low} up")
+        return value
+    return number
+
+
+def command(main):
+    """Run a command: a UserError ends it with one sentence and exit code 2, Ctrl-C quietly."""
+    try:
+        for stream in (sys.stdout, sys.stderr):  # a locale without some character prints ? for it
+            stream.reconfigure(errors="replace")
+        main()
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `| head` has read enough; nothing may be left for the exit to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def pick_device(name):
+    """'auto' is a GPU where there is one; a device that is asked for and missing is a UserError."""
+    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        return "cuda" if found["cuda"] else "cpu"  # mps only when asked for: slow at these sizes
+    if not found[name]:
+        raise UserError(f"--device {name}: this machine or this build of torch has none; use cpu")
+    return name
+
+
+# this command
 
 
 def make_tree(text, kind, depth, device):
@@ -158,7 +210,7 @@ def printer(tokenizer):
 def main():
     args = parse()
     device = pick_device(args.device)
-    model, tokenizer = load_base(args.out, device)
+    model, tokenizer, _ = load_base(args.out, device)
     prompt = tokenizer.encode(args.prompt)
     if not 1 <= len(prompt) <= model.config.block_size:
         raise UserError(f"the prompt has {len(prompt)} tokens; 1 to {model.config.block_size} fit")

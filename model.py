@@ -8,16 +8,18 @@ one forward pass (tree attention), and the cache is written first and *kept* lat
 
 Shapes: B batch, T new rows, L rows kept in the cache, C channels, V vocabulary.
 """
-import argparse
 import os
 import pickle
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+
+class UserError(Exception):
+    """A mistake of the person at the keyboard: the commands print it as one sentence and exit."""
 
 
 @dataclass
@@ -196,16 +198,6 @@ def naive_generate(model, prompt, limit, stop=None, choose=greedy):
     return ids[len(prompt):]
 
 
-def pick_device(name):
-    """'auto' is a GPU where there is one; a device that is asked for and missing is a UserError."""
-    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if name == "auto":
-        return "cuda" if found["cuda"] else "cpu"  # mps only when asked for: slow at these sizes
-    if not found[name]:
-        raise UserError(f"--device {name}: this machine or this build of torch has none; use cpu")
-    return name
-
-
 def save_file(path, content):
     """One dict of tensors and plain values. An interrupted save leaves the old file whole."""
     path = Path(path)
@@ -240,41 +232,3 @@ def unpack(content, path, device="cpu"):
         reason = " ".join(str(error).split())
         raise UserError(f"{path} doesn't fit this program ({reason}): train again") from None
     return model.to(device).eval().requires_grad_(False)
-
-
-# the manners that all commands share
-
-
-class UserError(Exception):
-    """A mistake of the person at the keyboard: `command` prints it as one sentence."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message} (--help lists the options)")
-
-
-def at_least(low, kind=int):
-    """An argparse type: a finite number from `low` up."""
-    def number(text):
-        value = kind(text)
-        if not low <= value < float("inf"):  # false for NaN too
-            raise argparse.ArgumentTypeError(f"{text} isn't a number from {low} up")
-        return value
-    return number
-
-
-def command(main):
-    """Run a command: a UserError ends it with one sentence and exit code 2, Ctrl-C quietly."""
-    try:
-        for stream in (sys.stdout, sys.stderr):  # a locale without some character prints ? for it
-            stream.reconfigure(errors="replace")
-        main()
-        sys.stdout.flush()
-    except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # `| head` has read enough; nothing may be left for the exit to flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

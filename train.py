@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from hydra import KINDS, load_base, save_heads
-from model import GPT, GPTConfig, Parser, UserError, at_least, command, pack, pick_device, save_file
+from hydra import KINDS, Parser, at_least, command, load_base, pick_device, save_heads
+from model import GPT, GPTConfig, UserError, pack, save_file
 from tokenizer import Tokenizer, count_pretokens, train_bpe
 from tree import Tree, generate, likely_paths
 
@@ -132,16 +132,14 @@ def schedule(done, step, warm_up=20):
     return min(1.0, (step + 1) / warm_up) * max(0.02, min(1.0, (1 - done) / 0.6))
 
 
-def batches(ids, batch, length, seed):
-    """Endless random windows, (batch, length) each."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        begin = torch.randint(len(ids) - length + 1, (batch, 1), generator=generator)
-        yield ids[begin + torch.arange(length)]
+def windows(ids, batch, length, generator):
+    """Random stretches of the text, (batch, length)."""
+    begin = torch.randint(len(ids) - length + 1, (batch, 1), generator=generator)
+    return ids[begin + torch.arange(length)]
 
 
-def fit(name, parameters, loss_of, data, seconds, peak):
-    """AdamW for `seconds`; loss_of(batch) -> (loss, text to show). -> steps taken."""
+def fit(name, parameters, draw, loss_of, seconds, peak):
+    """AdamW for `seconds`; draw(share of the time that is gone) -> x; loss_of(x) -> (loss, text)."""
     matrices = [p for p in parameters if p.dim() > 1]
     others = [p for p in parameters if p.dim() <= 1]  # norms and biases: no weight decay
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}],
@@ -150,7 +148,7 @@ def fit(name, parameters, loss_of, data, seconds, peak):
     while progress.done() < 1:
         for group in optimizer.param_groups:
             group["lr"] = peak * schedule(progress.done(), step)
-        x = next(data)
+        x = draw(progress.done())
         loss, text = loss_of(x)
         optimizer.zero_grad()
         loss.backward()
@@ -160,7 +158,6 @@ def fit(name, parameters, loss_of, data, seconds, peak):
         speed = step * x.numel() / (time.monotonic() - progress.begin)
         progress.show(f"step {step}, {text}, {speed:.0f} tokens/s")
     progress.show(f"step {step}, {text}", last=True)
-    return step
 
 
 @torch.inference_mode()
@@ -173,16 +170,25 @@ def held_out_loss(model, ids, tokens=60_000):
 
 
 def train_base(model, ids, args):
+    generator = torch.Generator().manual_seed(args.seed)
+
+    def draw(done):  # at first twice as many windows of half the length: the near context comes first
+        half = 2 if done < 0.6 else 1
+        return windows(ids, args.batch * half, args.length // half + 1, generator)
+
     def loss_of(x):
         loss = model.loss(x)
         return loss, f"loss {loss.item():.3f}"
-    data = batches(ids, args.batch, args.length + 1, args.seed)
-    fit("base model", list(model.parameters()), loss_of, data, args.base_seconds, args.lr)
+    fit("base model", list(model.parameters()), draw, loss_of, args.base_seconds, args.lr)
 
 
 def train_heads(model, heads, ids, args):
     """All sets of heads on the same batches: the frozen base model computes its hidden states once."""
     model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(args.seed + 1)
+
+    def draw(done):
+        return windows(ids, args.batch, args.length, generator)
 
     def loss_of(x):
         with torch.no_grad():
@@ -190,15 +196,27 @@ def train_heads(model, heads, ids, args):
         losses = {kind: h_.loss(h, x) for kind, h_ in heads.items()}
         text = ", ".join(f"{kind} {each[0]:.2f}..{each[-1]:.2f}" for kind, (_, each) in losses.items())
         return sum(loss for loss, _ in losses.values()), text
-    data = batches(ids, args.batch, args.length, args.seed + 1)
     parameters = [p for h in heads.values() for p in h.parameters()]
-    fit("heads", parameters, loss_of, data, args.heads_seconds, args.heads_lr)
+    fit("heads", parameters, draw, loss_of, args.heads_seconds, args.heads_lr)
+
+
+def report(model, tokenizer, prompts, heads):
+    """A sample of the text, good or bad, and what each set of heads makes of a few prompts."""
+    tree = Tree(likely_paths(15, 4), model.wte.weight.device)
+    for kind, h in heads.items():
+        runs = [generate(model, prompt, h, tree, 64, tokenizer.stop) for prompt in prompts[:8]]
+        tokens, steps = (sum(sum(r["accepted"]) for r in runs), sum(r["steps"] for r in runs))
+        print(f"{kind}: {tokens / max(1, steps):.2f} tokens per step on {len(runs)} held-out prompts, "
+              f"tree of {tree.size} nodes")
+    for prompt, run in zip(prompts[:1], runs):
+        print(f"sample, after a prompt from a held-out file:\n{tokenizer.decode(prompt)}"
+              f"\u2502{tokenizer.decode(run['ids'])}")
 
 
 # the command
 
 SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 256,
-         "n_inner": 704, "batch": 8, "length": 128, "base_seconds": 420, "heads_seconds": 240,
+         "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 420, "heads_seconds": 240,
          "seed": 0}
 QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 30,
          "heads_seconds": 25}
@@ -229,7 +247,7 @@ def check_length(ids, need, what):
 
 
 def make_base(args, texts, held):
-    """-> model and tokenizer, new or as the folder has them."""
+    """-> model, tokenizer and standard prompts, new or as the folder has them."""
     if args.resume and (Path(args.out) / "base.pt").exists():
         return load_base(args.out, args.device)
     begin = time.monotonic()
@@ -252,7 +270,7 @@ def make_base(args, texts, held):
     prompts = standard_prompts(tokenizer, held, args.block_size // 4)
     save_file(Path(args.out) / "base.pt", pack(model, merges=torch.tensor(tokenizer.merges),
                                                prompts=prompts))
-    return model.eval(), tokenizer
+    return model.eval(), tokenizer, prompts
 
 
 def main():
@@ -260,7 +278,7 @@ def main():
     args.device = pick_device(args.device)
     torch.manual_seed(args.seed)
     texts, held = hold_out(read_corpus(args.data))
-    model, tokenizer = make_base(args, texts, held)
+    model, tokenizer, prompts = make_base(args, texts, held)
     held_ids = encode_all(tokenizer, held).to(args.device)
     loss, size = held_out_loss(model, held_ids), sum(map(len, held))
     print(f"held-out loss: {loss:.3f} nats a token, {loss * len(held_ids) / size:.3f} nats a character")
@@ -268,6 +286,8 @@ def main():
     train_heads(model, heads, encode_all(tokenizer, texts).to(args.device), args)
     for kind, h in heads.items():
         save_heads(args.out, kind, h, tokenizer)
+        h.eval()
+    report(model, tokenizer, prompts, heads)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,192 @@
+"""The commands as a user meets them: what they print, and what they say to mistakes."""
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hydra
+import train
+
+ROOT = Path(__file__).parents[1]
+BUDGET = dict(model=260, tokenizer=160, tree=330, medusa=180, hydra=340, vocabtrim=180, train=360,
+              bench=360)
+TINY = ["--vocab-size", "300", "--n-layer", "1", "--n-embd", "32", "--n-inner", "32", "--block-size", "48",
+        "--length", "24", "--base-seconds", "3", "--heads-seconds", "2"]
+
+
+def run(monkeypatch, module, *args):
+    """Run a command in this process -> its exit code."""
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, args)])
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "reconfigure", lambda **kw: None, raising=False)
+    try:
+        hydra.command(module.main)
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """A folder trained for a few seconds on a text of this project."""
+    folder = tmp_path_factory.mktemp("run")
+    data = folder / "data.txt"
+    data.write_text("".join(p.read_text("utf-8") for p in sorted(ROOT.glob("*.py"))), "utf-8")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        torch.set_default_dtype(torch.float64)
+        assert run(monkeypatch, train, "--data", data, "--out", folder / "out", *TINY) == 0
+        torch.set_default_dtype(torch.float32)
+    return folder / "out"
+
+
+def sentence(capsys):
+    """What stderr got: it has to be one line, stdout nothing."""
+    got = capsys.readouterr()
+    assert got.err.count("\n") == 1 and "Traceback" not in got.err and got.out == "", got
+    return got.err
+
+
+def test_same_ids_for_all_heads_and_trees(out, monkeypatch, capsys):
+    texts = []
+    for heads in ("none", "lookup", "medusa", "hydra"):
+        for tree in ("auto", "chain", "1", "16", "[[0],[1],[0,0]]"):
+            code = run(monkeypatch, hydra, "--prompt", "def f(", "--out", out, f"--heads={heads}",
+                       f"--tree={tree}", "--json", "--max-new-tokens", 20)
+            assert code == 0
+            result = json.loads(capsys.readouterr().out)
+            assert set(result) == {"prompt_ids", "ids", "text", "finish", "steps", "tokens_per_step",
+                                   "accepted", "seconds", "prompt_seconds", "heads", "tree_nodes", "trim"}
+            assert sum(result["accepted"]) == len(result["ids"]) - 1
+            assert (result["heads"], result["trim"]) == (heads, 0)
+            assert heads != "none" or set(result["accepted"]) == {1}
+            texts.append(result["ids"])
+    assert all(ids == texts[0] for ids in texts) and len(texts[0]) == 20
+
+
+def test_text_and_figures(out, monkeypatch, capsys):
+    """The text on stdout is the JSON's text, also where tokens cut a character in two."""
+    arguments = ["--prompt", "é漢", "--out", out, "--max-new-tokens", 9]
+    assert run(monkeypatch, hydra, *arguments, "--json") == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert run(monkeypatch, hydra, *arguments) == 0
+    got = capsys.readouterr()
+    assert got.out == text + "\n"
+    assert got.err.count("\n") == 1 and "tokens per step" in got.err and "[hydra" in got.err
+    assert run(monkeypatch, hydra, "--prompt", "x", "--out", out, "--max-new-tokens", 0) == 0
+    assert capsys.readouterr().out == "\n"
+
+
+def test_streamed_bytes_become_whole_characters(capsys):
+    from tokenizer import Tokenizer
+    show = hydra.printer(Tokenizer([]))
+    for byte in "aé漢".encode()[:-1]:
+        show([byte])
+    show([], final=True)
+    assert capsys.readouterr().out == "aé\ufffd"
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--prompt", ""], "the prompt has 0 tokens; 1 to 48 fit"),
+    (["--prompt", "x" * 400], "tokens; 1 to 48 fit"),
+    (["--prompt", "x", "--heads", "eagle"], "invalid choice: 'eagle'"),
+    (["--prompt", "x", "--max-new-tokens", "-1"], "-1 isn't a number from 0 up"),
+    (["--prompt", "x", "--max-new-tokens", "many"], "'many'"),
+    (["--prompt", "x", "--tree", "0"], "--tree 0"),
+    (["--prompt", "x", "--tree", "[[0,0]]"], "path [0, 0] has no parent [0]"),
+    (["--prompt", "x", "--tree", "[[0],[0]]"], "path [0] is there twice"),
+    (["--prompt", "x", "--tree", "[0]"], "no list of lists"),
+    (["--prompt", "x", "--tree", "bush"], "say auto, chain"),
+    (["--prompt", "x", "--tree", "[[0],[0,0],[0,0,0],[0,0,0,0],[0,0,0,0,0]]"], "deeper than the 4 heads"),
+    (["--prompt", "x", "--tree", "[[999]]"], "rank 999"),
+    (["--prompt", "x", "--bush"], "--bush"),
+    ([], "--prompt"),
+    (["--prompt", "x", "--device", "mps"], "--device mps"),
+])
+def test_mistakes_get_one_sentence(out, arguments, message, monkeypatch, capsys):
+    assert run(monkeypatch, hydra, "--out", out, *arguments) == 2
+    assert message in sentence(capsys)
+
+
+def test_damaged_folders(out, tmp_path, monkeypatch, capsys):
+    def refused(message, *arguments):
+        assert run(monkeypatch, hydra, "--prompt", "x", "--out", tmp_path, *arguments) == 2
+        assert message in sentence(capsys)
+    refused("run `python train.py` first")
+    base, heads = (out / "base.pt").read_bytes(), torch.load(out / "hydra.pt")
+    (tmp_path / "base.pt").write_bytes(base[:999])
+    refused("cut short or no checkpoint")
+    (tmp_path / "base.pt").write_bytes(base)
+    assert run(monkeypatch, hydra, "--prompt", "x", "--out", tmp_path, "--json") == 0  # plain, then
+    assert json.loads(capsys.readouterr().out)["heads"] == "none"
+    refused("hydra.pt isn't there", "--heads", "hydra")
+    for change, message in [({"base": "0"}, "another base model"), ({"tokenizer": "0"}, "another base model"),
+                            ({"options": {"n_head": 3}}, "doesn't fit"), ({"heads": {}}, "doesn't fit")]:
+        torch.save({**heads, **change}, tmp_path / "hydra.pt")
+        refused(message)
+
+
+def test_training_mistakes_write_nothing(tmp_path, monkeypatch, capsys):
+    (tmp_path / "short.txt").write_text("too short", "utf-8")
+    (tmp_path / "empty.txt").write_text("", "utf-8")
+    (tmp_path / "latin.txt").write_bytes("Müßiggang".encode("latin-1") * 999)
+    (tmp_path / "folder").mkdir()
+    for data, message in [("absent", "there is no such file"), ("short.txt", "tokens and"),
+                          ("empty.txt", "tokens and"), ("latin.txt", "latin.txt isn't UTF-8"),
+                          ("folder", "tokens and")]:
+        code = run(monkeypatch, train, "--data", tmp_path / data, "--out", tmp_path / "out", *TINY)
+        got = capsys.readouterr()
+        assert code == 2 and message in got.err and got.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_resume_keeps_the_base_model(out, tmp_path, monkeypatch, capsys):
+    (tmp_path / "base.pt").write_bytes((out / "base.pt").read_bytes())
+    data = out.parent / "data.txt"
+    assert run(monkeypatch, train, "--data", data, "--out", tmp_path, "--resume", *TINY[:-1], "1") == 0
+    assert (tmp_path / "base.pt").read_bytes() == (out / "base.pt").read_bytes()
+    assert run(monkeypatch, hydra, "--prompt", "x", "--out", tmp_path, "--heads", "medusa") == 0
+
+
+def test_folders_are_read_in_order_and_without_links(tmp_path, capsys):
+    for name, text in [("b.txt", "second"), ("a/a.txt", "first"), (".hidden/x.txt", "no")]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, "utf-8")
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert train.read_corpus(tmp_path) == ["first", "second"]
+    assert "1 files that are no UTF-8 skipped" in capsys.readouterr().out
+
+
+def test_hold_out_is_a_fixed_tenth():
+    texts = [str(i) for i in range(25)]
+    assert train.hold_out(texts) == ([t for t in texts if t not in ("9", "19")], ["9", "19"])
+    assert train.hold_out(["abcde", "fghij"]) == (["abcdefghi"], ["j"])
+
+
+def test_plain_process_ascii_pipe_and_empty_home(out, tmp_path):
+    """As a user runs it: no home, an ASCII terminal, output cut off by `head`."""
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0",
+                   "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(ROOT / "hydra.py"), "--prompt", "é漢\udc80", "--out", str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, cwd=tmp_path)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+    pipe = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipe.stdout.close()
+    assert b"Traceback" not in pipe.stderr.read() and pipe.wait() == 0
+    pipe.stderr.close()
+
+
+def test_the_house_stays_small():
+    """Line budgets; no function over 60 lines; no line over 100 columns."""
+    for path in ROOT.glob("*.py"):
+        text = path.read_text("utf-8")
+        assert text.count("\n") <= BUDGET[path.stem], path.name
+        assert max(map(len, text.splitlines())) <= 100, path.name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, (path.name, node.name)

@@ -1,0 +1,165 @@
+"""Heads: what they learn from, what they may see, and that the base model stays as it was."""
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import CASES, small_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tree as t
+from hydra import Hydra
+from medusa import Medusa
+from model import naive_generate
+
+KINDS = [Medusa, Hydra]
+
+
+def trained_looking(Heads, model, **options):
+    """Heads with random weights everywhere, so that nothing is hidden behind a zero."""
+    heads = Heads(model, **options)
+    for p in heads.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return heads.eval().requires_grad_(False)
+
+
+def head_by_hand(heads, i, h, path):
+    """Logits of head i from one h (C,) and its path of tokens, as the papers write it down."""
+    C, K = len(h), heads.max_depth
+    if isinstance(heads, Hydra):
+        x = torch.cat([h, *(heads.base.wte.weight[token] for token in path[:i + 1])])
+        blocks = [heads.inlet.weight.view(K, 2, C, C)[i]]
+        blocks += [heads.path[j].weight.view(K - j, 2, C, C)[i - j] for j in range(i + 1)]
+        R, W = torch.cat(blocks, -1)
+        bias_R, b = heads.inlet.bias.view(K, 2, C)[i]
+        x = R @ x + bias_R + F.silu(W @ x + b)
+    else:
+        W, b = heads.inlet.weight.view(K, C, C)[i], heads.inlet.bias.view(K, C)[i]
+        x = h + F.silu(W @ h + b)
+    for block in heads.blocks[i]:
+        x = x + F.silu(block.linear.weight @ x + block.linear.bias)
+    return (heads.lm_heads[i] if heads.lm_heads else heads.base.lm_head).weight @ x
+
+
+@pytest.mark.parametrize("Heads", KINDS)
+@pytest.mark.parametrize("options", [{}, {"n_block": 3}, {"own_lm_head": True}])
+def test_loss_equals_an_independent_count_of_labels(Heads, options):
+    """Every head at every position, one at a time, with the label looked up by its index."""
+    model = small_model(1)
+    heads = trained_looking(Heads, model, **options)
+    tokens = torch.randint(11, (2, 9))
+    h = model(tokens)
+    want = []
+    for i in range(4):
+        terms = []
+        for b in range(2):
+            for pos in range(9):
+                label = pos + 2 + i
+                if label < 9:
+                    path = tokens[b, pos + 1:pos + 2 + i].tolist()
+                    logits = head_by_hand(heads, i, h[b, pos], path)
+                    terms.append(-(logits - logits.logsumexp(0))[tokens[b, label]])
+        want.append(torch.stack(terms).mean())
+    loss, each = heads.loss(h, tokens)
+    assert torch.allclose(torch.stack(each), torch.stack(want), rtol=0, atol=1e-10)
+    assert abs(loss - sum(0.8 ** (i + 1) * w for i, w in enumerate(want))) < 1e-10
+
+
+@pytest.mark.parametrize("Heads", KINDS)
+def test_drafting_computes_what_training_trains(Heads):
+    """The three methods, called along a path as `draft` does, give the logits of head_by_hand."""
+    model = small_model(2)
+    heads = trained_looking(Heads, model, n_block=2)
+    h, path = torch.randn(3, 16), [7, 2, 9, 4]
+    for tables in (False, True):
+        if tables and Heads is Hydra:
+            heads.build_tables()
+        state = heads.start(h, torch.tensor([1, 1, 1]), 0)
+        for i, token in enumerate(path):
+            state = heads.extend(i, state, torch.tensor([token]))
+            want = head_by_hand(heads, i, h[-1], path)
+            assert torch.allclose(heads.logits(i, state)[0], want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("Heads", KINDS)
+def test_untrained_heads_are_the_lm_head(Heads):
+    model = small_model(3)
+    heads, h = Heads(model, n_block=3), torch.randn(1, 16)
+    state = heads.start(h, torch.tensor([1]), 0)
+    for i in range(4):
+        state = heads.extend(i, state, torch.tensor([5]))
+        assert torch.allclose(heads.logits(i, state), model.lm_head(h), rtol=0, atol=1e-12)
+
+
+def test_only_hydra_looks_at_the_path():
+    """Another parent, other logits for Hydra's child; Medusa's are the same, one row for all."""
+    model = small_model(4)
+    for Heads, rows in ((Medusa, 1), (Hydra, 2)):
+        heads = trained_looking(Heads, model)
+        state = heads.extend(0, heads.start(torch.randn(1, 16), torch.tensor([1]), 0), torch.tensor([2]))
+        logits = heads.logits(1, heads.extend(1, state, torch.tensor([3, 4])))
+        assert len(logits) == rows
+        assert rows == 1 or (logits[0] - logits[1]).abs().max() > 0.01
+
+
+def train(heads, model, tokens, steps, lr=0.02):
+    optimizer = torch.optim.Adam(heads.parameters(), lr=lr)
+    for _ in range(steps):
+        with torch.no_grad():
+            h = model(tokens)
+        loss, each = heads.loss(h, tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return each
+
+
+@pytest.mark.parametrize("Heads", KINDS)
+def test_heads_learn_to_count(Heads):
+    """x[t] = t mod V: head i has to say t + 2 + i; a shift that is off by one could not."""
+    model = small_model(5, block_size=40)
+    tokens = (torch.arange(36) % 11)[None]
+    heads = Heads(model)
+    each = train(heads, model, tokens, 300)
+    assert max(each) < 0.05
+    h = model(tokens)
+    state = heads.start(h[0, :20], tokens[0, :20], 0)
+    for i in range(4):
+        state = heads.extend(i, state, tokens[0, 20 + i:21 + i])
+        assert heads.logits(i, state).argmax().item() == (21 + i) % 11
+
+
+@pytest.mark.parametrize("Heads", KINDS)
+def test_control_a_shifted_label_is_noticed(Heads):
+    model = small_model(5, block_size=40)
+
+    class Shifted(Heads):
+        def loss(self, h, tokens):
+            return super().loss(h[:, :-1], tokens[:, 1:])  # the hidden state of the token before
+    tokens = torch.randint(11, (1, 36))
+    h, heads = model(tokens), trained_looking(Shifted, model)
+    want = Heads.loss(heads, h, tokens)[0]
+    assert abs(heads.loss(h, tokens)[0] - want) > 1e-3
+
+
+@pytest.mark.parametrize("Heads", KINDS)
+def test_training_touches_the_heads_and_nothing_else(Heads):
+    """A gradient for every head's every weight after a few steps; the base model bit-identical."""
+    model = small_model(6).requires_grad_(True)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    heads = Heads(model, n_block=2, own_lm_head=True)
+    train(heads, model, torch.randint(11, (2, 20)), 5)
+    for name, p in heads.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() > 0, name
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+    assert not any(name.startswith("base") for name in heads.state_dict())
+
+
+@settings(max_examples=60 * CASES)
+@given(st.sampled_from(KINDS), st.integers(0, 999), st.booleans())
+def test_any_heads_give_the_naive_text(Heads, seed, tables):
+    model = small_model(seed)
+    heads = trained_looking(Heads, model)
+    if tables and Heads is Hydra:
+        heads.build_tables()
+    result = t.generate(model, [1, 2, 3], heads, t.Tree(t.full(3, 2)), 27)
+    assert result["ids"] == naive_generate(model, [1, 2, 3], 27)
