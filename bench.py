@@ -18,7 +18,7 @@ import time
 import torch
 
 from hydra import (KINDS, Parser, at_least, command, load_base, load_heads, make_tree, pick_device)
-from model import KVCache, UserError
+from model import KVCache, Sampler, UserError
 from tree import Lookup, Tree, generate
 
 NEAR_TIE = 1e-3  # two scores closer than this may change places in float32; rows differ by far less
@@ -31,17 +31,18 @@ def repetition(ids, n=8):
 
 
 @torch.inference_mode()
-def tie_gap(model, prompt, one, other):
-    """None if two texts are equal, else how far apart the base model's scores of the two ids lie at the
-    first difference: in float32 a row among others may differ in its last bits from the row alone."""
+def tie_gap(model, prompt, one, other, choose):
+    """None if two texts are equal, else how far apart the base model's noisy scores of the two ids lie at
+    the first difference: in float32 a row among others may differ in its last bits from the row alone."""
     if one == other:
         return None
     at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
     if at >= min(len(one), len(other)):
         return float("inf")  # one text is a part of the other: no tie explains that
     context = torch.tensor([prompt + one[:at]], device=model.wte.weight.device)
-    logits = model.lm_head(model(context)[0, -1])
-    return abs(float(logits[one[at]] - logits[other[at]]))
+    choose.start(len(prompt))
+    scores = choose.scores(model.lm_head(model(context)[:, -1]), [context.shape[1]])[0]
+    return abs(float(scores[one[at]] - scores[other[at]]))
 
 
 @torch.inference_mode()
@@ -49,7 +50,7 @@ def step_cost(model, sizes, repeats=60):
     """{N: median seconds of a base-model call on N rows behind 128 kept ones}, interleaved."""
     device = model.wte.weight.device
     past = min(128, model.config.block_size // 2)
-    cache = KVCache(model.config, past + max(sizes), like=model.wte.weight)
+    cache = KVCache(model, past + max(sizes))
     cache.keep(range(past))
     seconds = {n: [] for n in sizes}
     rows = torch.zeros(1, max(sizes), dtype=torch.long, device=device)
@@ -62,30 +63,52 @@ def step_cost(model, sizes, repeats=60):
     return {n: statistics.median(s[5:]) for n, s in seconds.items()}
 
 
-def measure(model, tokenizer, prompts, methods, limit):
-    """-> {method: list of results, one a prompt}, the methods interleaved prompt by prompt."""
+def measure(model, tokenizer, prompts, methods, limit, choose):
+    """-> {method: list of results, one a prompt}, the methods interleaved prompt by prompt. With a
+    temperature, each result also tells the steps that drafts ranked without the noise would take."""
     for drafter, tree in methods.values():  # warm up
         generate(model, prompts[0], drafter, tree, 32)
     results = {name: [] for name in methods}
     for i, prompt in enumerate(prompts):
         for name, (drafter, tree) in methods.items():
-            results[name].append(generate(model, prompt, drafter, tree, limit, tokenizer.stop))
+            call = model, prompt, drafter, tree, limit, tokenizer.stop
+            result = generate(*call, choose=choose)
+            result["blind"] = generate(*call, choose=choose, noise=False)["steps"] if (
+                choose.temperature and name in KINDS) else result["steps"]
+            results[name].append(result)
         if sys.stderr.isatty():
-            print(f"\rprompt {i + 1} of {len(prompts)}", end="", file=sys.stderr)
+            print(f"\rtemperature {choose.temperature}: prompt {i + 1} of {len(prompts)} ", end="",
+                  file=sys.stderr)
     return results
 
 
-def summary(model, prompts, plain, runs, tree):
+def summary(model, prompts, plain, runs, tree, choose):
     """What the JSON says of one method."""
-    gaps = [tie_gap(model, prompt, a["ids"], b["ids"]) for prompt, a, b in zip(prompts, plain, runs)]
+    gaps = [tie_gap(model, prompt, a["ids"], b["ids"], choose)
+            for prompt, a, b in zip(prompts, plain, runs)]
     ties = [gap for gap in gaps if gap is not None]
-    tokens, steps = sum(sum(r["accepted"]) for r in runs), sum(r["steps"] for r in runs)
+    tokens = sum(sum(r["accepted"]) for r in runs)
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(plain, runs) if b["steps"]]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return {"tokens_per_step": tokens / steps, "tokens_per_s": tokens / sum(r["seconds"] for r in runs),
+    return {"tokens_per_step": tokens / sum(r["steps"] for r in runs),
+            "tokens_per_step_blind": tokens / sum(r["blind"] for r in runs),
+            "tokens_per_s": tokens / sum(r["seconds"] for r in runs),
             "speedup": middle, "speedup_quartiles": [low, high],
             "identical": all(gap < NEAR_TIE for gap in ties), "near_ties": len(ties),
             "largest_gap": max(ties, default=0.0), "tree_nodes": tree.size}
+
+
+def show(temperature, table, seen, count):
+    print(f"\ntemperature {temperature}, {count} prompts; {seen:.0%} of the 8-grams of the text stood in it "
+          "before")
+    print(f"{'':10}{'nodes':>6}{'tokens/step':>12}{'without noise':>14}{'tokens/s':>10}{'speed':>7}  "
+          "quartiles   identical")
+    for name, row in table.items():
+        low, high = row["speedup_quartiles"]
+        print(f"{name:10}{row['tree_nodes']:6}{row['tokens_per_step']:12.2f}"
+              f"{row['tokens_per_step_blind']:14.2f}{row['tokens_per_s']:10.0f}{row['speedup']:7.2f}  "
+              f"{low:.2f}..{high:.2f}  {str(row['identical']).lower()}"
+              + (f", {row['near_ties']} near-ties" if row["near_ties"] else ""))
 
 
 def main():
@@ -110,22 +133,21 @@ def main():
     for kind in KINDS:
         heads = load_heads(args.out, kind, model, tokenizer, device)
         methods[kind] = heads, make_tree(args.tree, kind, heads.max_depth, device)
-    results = measure(model, tokenizer, prompts, methods, args.limit)
-    table = {name: summary(model, prompts, results["none"], runs, methods[name][1])
-             for name, runs in results.items()}
-    print(f"{'':10}{'nodes':>6}{'tokens/step':>12}{'tokens/s':>10}{'speed':>8}  quartiles    identical")
-    for name, row in table.items():
-        low, high = row["speedup_quartiles"]
-        print(f"{name:10}{row['tree_nodes']:6}{row['tokens_per_step']:12.2f}{row['tokens_per_s']:10.0f}"
-              f"{row['speedup']:8.2f}  {low:.2f}..{high:.2f}   {str(row['identical']).lower()}"
-              + (f", {row['near_ties']} near-ties" if row["near_ties"] else ""))
-    seen = statistics.mean(repetition(r["ids"]) for r in results["none"])
-    print(f"{len(prompts)} prompts; {seen:.0%} of the text's 8-grams stood in it before")
+    tables = {}
+    for temperature in (0.0, 0.8, 1.0):
+        choose = Sampler(temperature)
+        results = measure(model, tokenizer, prompts, methods, args.limit, choose)
+        seen = statistics.mean(repetition(r["ids"]) for r in results["none"])
+        tables[temperature] = {name: summary(model, prompts, results["none"], runs, methods[name][1], choose)
+                               for name, runs in results.items()}
+        show(temperature, tables[temperature], seen, len(prompts))
     cost = step_cost(model, [1, 2, 4, 8, 16, 32, 64])
     print("a step on N rows: " + ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in cost.items()))
-    print(json.dumps({"config": dataclasses.asdict(model.config), "threads": torch.get_num_threads(),
-                      "versions": {"python": platform.python_version(), "torch": torch.__version__},
-                      "step_cost": cost, "repetition": seen, "methods": table}))
+    print(json.dumps({
+        "config": dataclasses.asdict(model.config), "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "step_cost": cost, "methods": tables.pop(0.0),
+        "sampled": {str(temperature): table for temperature, table in tables.items()}}))
 
 
 if __name__ == "__main__":

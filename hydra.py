@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from medusa import Medusa, zero
-from model import UserError, load_file, save_file, unpack
+from model import Sampler, UserError, load_file, save_file, unpack
 from tokenizer import Tokenizer
 from tree import Lookup, Tree, chain, generate, likely_paths
 
@@ -134,6 +134,13 @@ def at_least(low, kind=int):
     return number
 
 
+def share(text):
+    """An argparse type: a number above 0, at most 1."""
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} isn't above 0 and at most 1")
+    return float(text)
+
+
 def command(main):
     """Run a command: a UserError ends it with one sentence and exit code 2, Ctrl-C quietly."""
     try:
@@ -192,6 +199,13 @@ def parse():
     parser.add_argument("--tree", default="auto", metavar="auto|chain|N|PATHS",
                         help="N = nodes with the root, PATHS = JSON such as [[0],[1],[0,0]]")
     parser.add_argument("--max-new-tokens", type=at_least(0), default=128, metavar="N")
+    parser.add_argument("--temperature", type=at_least(0, float), default=0.0, metavar="T",
+                        help="0 = always the likeliest token")
+    parser.add_argument("--top-k", type=at_least(0), default=0, metavar="K", help="0 = off")
+    parser.add_argument("--top-p", type=share, default=1.0, metavar="P", help="above 0; 1 = off")
+    parser.add_argument("--seed", type=at_least(0), default=0)
+    parser.add_argument("--typical", action="store_true", help="accept what is plausible: lossy, the "
+                        "text is no longer the base model's own")
     parser.add_argument("--out", default="out", help="the folder that train.py filled")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -223,8 +237,12 @@ def main():
         drafter = Lookup(model.config.vocab_size)
     tree = make_tree(args.tree, kind, drafter.max_depth if drafter else 0, device)
     show = None if args.json else printer(tokenizer)
+    if args.typical:
+        print("--typical is lossy: this text is no longer the base model's own", file=sys.stderr)
     try:
-        result = generate(model, prompt, drafter, tree, args.max_new_tokens, tokenizer.stop, show=show)
+        choose = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+        result = generate(model, prompt, drafter, tree, args.max_new_tokens, tokenizer.stop, show,
+                          choose=choose, typical=args.typical)
     except ValueError as error:  # a tree that these heads or this vocabulary can't fill
         raise UserError(f"--tree {args.tree}: {error}") from None
     result = {"prompt_ids": prompt, "ids": result["ids"], "text": tokenizer.decode(result["ids"]),

@@ -1,17 +1,15 @@
 """
 A small GPT with the Llama block, its KV cache, and the naive decoder that every test trusts.
 
-The block is the one of both papers' target models (Vicuna, Llama 3): RMSNorm before each half, rotary
-positions, grouped-query attention, SwiGLU, no biases. What speculation needs beyond nanoGPT is small:
-positions and mask are given by the caller, so that rows that are alternatives to each other can share
-one forward pass (tree attention), and the cache is written first and *kept* later.
+The block is that of both papers' target models (Vicuna, Llama 3). What speculation needs beyond nanoGPT
+is small: the caller may give positions and mask, so that rows that are alternatives to each other share a
+forward pass (tree attention), and the cache is written first and *kept* later.
 
 Shapes: B batch, T new rows, L rows kept in the cache, C channels, V vocabulary.
 """
 import os
 import pickle
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -35,11 +33,9 @@ class GPTConfig:
     tied: bool = True       # embedding and LM head share one matrix
 
     def __post_init__(self):
-        if self.n_embd % self.n_head or self.n_head % self.n_kv_head:
-            raise ValueError(f"n_embd={self.n_embd}, n_head={self.n_head} and n_kv_head="
-                             f"{self.n_kv_head} must divide one another in that order")
-        if self.n_embd // self.n_head % 2:
-            raise ValueError(f"head size {self.n_embd // self.n_head} is odd: rotary needs pairs")
+        if self.n_embd % (2 * self.n_head) or self.n_head % self.n_kv_head:
+            raise ValueError(f"n_embd={self.n_embd} must be a multiple of 2 n_head={2 * self.n_head}, "
+                             f"n_head of n_kv_head={self.n_kv_head}")
 
 
 class KVCache:
@@ -49,9 +45,9 @@ class KVCache:
     moved them next to the prefix. So taking back a rejected draft costs nothing: it was never kept.
     """
 
-    def __init__(self, config, rows, batch=1, n_layer=None, like=torch.empty(0)):
-        size = config.n_embd // config.n_head
-        self.data = like.new_zeros(n_layer or config.n_layer, 2, batch, config.n_kv_head, rows, size)
+    def __init__(self, model, rows, batch=1):
+        c, like = model.config, model.wte.weight
+        self.data = like.new_zeros(c.n_layer, 2, batch, c.n_kv_head, rows, c.n_embd // c.n_head)
         self.length = 0
 
     def write(self, layer, k, v):
@@ -74,15 +70,9 @@ class KVCache:
         self.length += len(rows)
 
 
-def rotary_table(positions, size, base):
-    """(positions, size/2, 2): cosine and sine of every angle, computed in float64."""
-    angles = torch.outer(torch.arange(positions, dtype=torch.float64),
-                         base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size))
-    return torch.stack((angles.cos(), angles.sin()), -1).to(torch.get_default_dtype())
-
-
 class Block(nn.Module):
-    """Attention and SwiGLU, each behind an RMSNorm and added to the stream (Llama 2, section 2.2)."""
+    """Grouped-query attention with rotary positions, then SwiGLU; each behind an RMSNorm, no biases, and
+    added to the stream (Llama 2, section 2.2)."""
 
     def __init__(self, config):
         super().__init__()
@@ -115,9 +105,16 @@ class Block(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
 
-def causal(T, device=None):
-    """(T, T) bool: each row sees itself and those before it, the mask of a chain."""
-    return torch.ones(T, T, dtype=torch.bool, device=device).tril()
+def additive(mask, T, past, like):
+    """Which of the new rows a row sees, (T, T) bool or None = causal -> what attention adds to its
+    scores over [kept rows | new rows], (T, past + T): 0 = seen, -inf = not. All see the kept rows."""
+    if T == 1:
+        return None  # one row sees everything that lives
+    if mask is None:
+        mask = torch.ones(T, T, dtype=torch.bool, device=like.device).tril()
+    bias = like.new_zeros(T, past + T)
+    bias[:, past:].masked_fill_(~mask, -torch.inf)
+    return bias
 
 
 class GPT(nn.Module):
@@ -129,18 +126,17 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(config.n_embd, eps=1e-5)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         size = config.n_embd // config.n_head
-        self.register_buffer("rotary", rotary_table(config.block_size, size, config.rope_base),
-                             persistent=False)
+        # rotary: cosine and sine of every angle, (block_size, size/2, 2), computed in float64
+        frequency = config.rope_base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+        angles = torch.outer(torch.arange(config.block_size, dtype=torch.float64), frequency)
+        rotary = torch.stack((angles.cos(), angles.sin()), -1).to(torch.get_default_dtype())
+        self.register_buffer("rotary", rotary, persistent=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:  # the layers that add to the stream start smaller, as in GPT-2
                 scale = (2 * config.n_layer) ** -0.5 if "proj" in name or "down" in name else 1.0
                 nn.init.normal_(p, std=0.04 * scale)  # GPT-2's 0.02 is for wider layers
         if config.tied:
             self.lm_head.weight = self.wte.weight
-
-    def angles(self, positions):
-        """Rotary factors of these positions, (T, 1, size/2) complex, shared by all heads."""
-        return torch.view_as_complex(self.rotary[positions]).unsqueeze(1)
 
     def forward(self, tokens, cache=None, positions=None, mask=None):
         """Hidden states after the final norm; `lm_head` turns them into logits.
@@ -154,45 +150,84 @@ class GPT(nn.Module):
             raise ValueError(f"{past} + {T} tokens exceed block_size={self.config.block_size}")
         if positions is None:
             positions = slice(past, past + T)
-        bias = None if cache is None else self.bias(T, past, mask)
-        x, rotary = self.wte(tokens), self.angles(positions)
+        rotary = torch.view_as_complex(self.rotary[positions]).unsqueeze(1)  # the same for all heads
+        bias = additive(mask, T, past, self.rotary) if cache is not None else None
+        x = self.wte(tokens)
         for i, block in enumerate(self.blocks):
             x = block(x, rotary, bias, cache, i)
         return self.norm(x)
 
-    def bias(self, T, past, mask):
-        """The additive mask over [cache | new rows], (T, past + T): 0 = seen, -inf = not."""
-        if T == 1:
-            return None  # one row sees everything that lives
-        bias = self.rotary.new_zeros(T, past + T)
-        mask = causal(T, bias.device) if mask is None else mask
-        bias[:, past:].masked_fill_(~mask, -torch.inf)
-        return bias
 
-    def loss(self, tokens):
-        """Next-token cross entropy in nats, the mean over tokens (B, T + 1)."""
-        logits = self.lm_head(self(tokens[:, :-1]))
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+class Sampler:
+    """The base model's choice of a token, the same for plain decoding and for verification.
 
+    The token at position p is argmax(filtered logits + temperature * g_p); g_p (V,) is Gumbel noise that
+    belongs to the position. The law is right: P(argmax_v l_v / t + g_v = v) = softmax(l / t)_v (Gumbel
+    1954; Maddison et al. 2014), and jointly so, since the g_p are independent of one another and of the
+    text before p, and each decides one emitted token. Drafts have no say: all nodes whose choice falls on
+    position p use the same g_p, however many there are. So a seed fixes the text, speculation or not.
 
-def greedy(logits, position):
-    """The base model's choice: logits (N, V), positions (N,) -> ids (N,). Ties go to the lowest id."""
-    return logits.argmax(-1)
+    temperature 0 = argmax, ties to the lowest id; top_k 0 = off; top_p above 0, 1 = off.
+    """
+
+    def __init__(self, temperature=0.0, top_k=0, top_p=1.0, seed=0):
+        if not (0 <= temperature < torch.inf and top_k >= 0 and 0 < top_p <= 1):
+            raise ValueError(f"temperature={temperature}, top_k={top_k} or top_p={top_p} is out of range")
+        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
+
+    def start(self, position):
+        """A new text, whose first new token comes at this position."""
+        self.generator, self.next = torch.Generator().manual_seed(self.seed), position
+        self.noise = {}
+
+    def gumbel(self, position, like):
+        """g_p (V,), V = like.shape[-1]. Drawn in order of position, whoever asks first."""
+        while self.next <= position:
+            u = torch.rand(like.shape[-1], generator=self.generator, dtype=torch.float64)
+            self.noise[self.next] = u.log_().neg_().log_().neg_().to(like)
+            self.next += 1
+        return self.noise[position]
+
+    def law(self, logits):
+        """The distribution (N, V) that the choices follow: temperature, then top-k, then top-p."""
+        if self.temperature == 0:
+            return F.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits)
+        ranked, order = logits.sort(dim=-1, descending=True, stable=True)  # ties as argmax has them
+        # subtle: the largest logit is taken off before dividing, so a tiny temperature can't overflow
+        ranked = (ranked - ranked[..., :1]) / self.temperature
+        if self.top_k:
+            ranked[..., self.top_k:] = -torch.inf
+        p = ranked.softmax(-1)
+        if self.top_p < 1:  # the token that crosses top_p is still in
+            p = p.masked_fill(p.cumsum(-1) - p >= self.top_p, 0)
+        return torch.zeros_like(p).scatter_(-1, order, p / p.sum(-1, keepdim=True))
+
+    def scores(self, logits, positions, penalty=torch.inf):
+        """logits (N, V), positions: N ints -> filtered, noisy scores; a drafter's penalty is finite."""
+        if self.temperature == 0:
+            return logits
+        if self.top_k or self.top_p < 1:
+            logits = torch.where(self.law(logits) > 0, logits, logits - penalty)
+        return logits + self.temperature * torch.stack([self.gumbel(p, logits) for p in positions])
+
+    def __call__(self, logits, positions):
+        """The choice for each row: logits (N, V), positions: N ints, the lowest first -> ids (N,)."""
+        if self.temperature:  # noise of positions that decoding has passed is forgotten
+            self.noise = {p: g for p, g in self.noise.items() if p >= positions[0]}
+        return self.scores(logits, positions).argmax(-1)
 
 
 @torch.inference_mode()
-def naive_generate(model, prompt, limit, stop=None, choose=greedy):
-    """Decoding with no cache, the whole context recomputed for each token: slow, and obviously right.
+def naive_generate(model, prompt, limit, stop=None, choose=Sampler()):
+    """Decoding with no cache, the whole context computed anew for each token -> list of new ids.
 
-    It is the oracle of the tests: whatever is faster must give the same ids. -> list of new ids.
+    Slow, and obviously right: the oracle of the tests. Whatever is faster must give the same ids.
     """
-    ids = list(prompt)
-    end = min(len(ids) + limit, model.config.block_size)
-    device = model.wte.weight.device
-    while len(ids) < end:
-        h = model(torch.tensor([ids], device=device))
-        position = torch.tensor([len(ids)], device=device)  # the position being chosen
-        ids.append(int(choose(model.lm_head(h[:, -1]), position)))
+    ids, device = list(prompt), model.wte.weight.device
+    choose.start(len(prompt))
+    while len(ids) < min(len(prompt) + limit, model.config.block_size):
+        h = model(torch.tensor([ids], device=device))[:, -1]
+        ids.append(int(choose(model.lm_head(h), [len(ids)])))
         if ids[-1] == stop:
             break
     return ids[len(prompt):]
@@ -200,31 +235,22 @@ def naive_generate(model, prompt, limit, stop=None, choose=greedy):
 
 def save_file(path, content):
     """One dict of tensors and plain values. An interrupted save leaves the old file whole."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    torch.save(content, temporary)
-    os.replace(temporary, path)
+    torch.save(content, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
 
 
 def load_file(path, device="cpu"):
     """The dict that save_file wrote, or a UserError that says what to do."""
     try:
-        content = torch.load(path, map_location=device, weights_only=True)
+        return dict(torch.load(path, map_location=device, weights_only=True))
     except FileNotFoundError:
         raise UserError(f"{path} isn't there: run `python train.py` first") from None
-    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, ValueError):
-        content = None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is cut short or no checkpoint: delete it and run `python train.py`")
-    return content
-
-
-def pack(model, **more):
-    return {"config": asdict(model.config), "model": model.state_dict(), **more}
+    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, TypeError, ValueError):
+        raise UserError(f"{path} is cut short or no checkpoint: run `python train.py` anew") from None
 
 
 def unpack(content, path, device="cpu"):
-    """A GPT from a dict that `pack` made, ready for decoding; anything missing is named."""
+    """A GPT from a dict with "config" and "model", ready for decoding; anything missing is named."""
     try:
         model = GPT(GPTConfig(**content["config"]))
         model.load_state_dict(content["model"])

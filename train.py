@@ -14,17 +14,20 @@ import platform
 import sys
 import sysconfig
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from hydra import KINDS, Parser, at_least, command, load_base, pick_device, save_heads
-from model import GPT, GPTConfig, UserError, pack, save_file
+from model import GPT, GPTConfig, UserError, save_file
 from tokenizer import Tokenizer, count_pretokens, train_bpe
 from tree import Tree, generate, likely_paths
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "ensurepip",
         "lib2to3", "pydoc_data", "turtledemo", "__pycache__"}  # tests, tables, bundled third parties
+EMBEDDING_RATE = 8  # times the learning rate of the matrices
 
 
 # the corpus
@@ -92,16 +95,15 @@ def standard_prompts(tokenizer, texts, length, most=64):
 
     Only such that their text encodes to the same ids again: they can be given on the command line.
     """
-    prompts, place = [], 0
-    while len(prompts) < most and place < 40:
+    prompts = []
+    for place in range(40):
         for text in texts:
-            begin = text.find("\n", place * 3000 + len(text) // 7) + 1
+            begin = text.find("\n", len(text) * place // 40) + 1
             ids = tokenizer.encode(text[begin:begin + 20 * length])[:length]
             whole = begin and len(ids) == length and tokenizer.encode(tokenizer.decode(ids)) == ids
-            if whole and text[begin] not in " \n" and ids not in prompts:
+            if whole and text[begin] not in " \n" and ids not in prompts and len(prompts) < most:
                 prompts.append(ids)
-        place += 1
-    return prompts[:most]
+    return prompts
 
 
 # training
@@ -138,21 +140,25 @@ def windows(ids, batch, length, generator):
     return ids[begin + torch.arange(length)]
 
 
-def fit(name, parameters, draw, loss_of, seconds, peak):
+def fit(name, module, draw, loss_of, seconds, peak):
     """AdamW for `seconds`; draw(share of the time that is gone) -> x; loss_of(x) -> (loss, text)."""
-    matrices = [p for p in parameters if p.dim() > 1]
-    others = [p for p in parameters if p.dim() <= 1]  # norms and biases: no weight decay
-    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}],
-                                  lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
+    groups = {"matrices": [], "embedding": [], "others": []}
+    for key, p in module.named_parameters():
+        groups["others" if p.dim() < 2 else "embedding" if "wte" in key else "matrices"].append(p)
+    # an embedding's row gets a gradient only where its token comes: it learns best at a higher rate
+    optimizer = torch.optim.AdamW([
+        {"params": groups["matrices"], "rate": peak, "weight_decay": 0.1},
+        {"params": groups["embedding"], "rate": EMBEDDING_RATE * peak},
+        {"params": groups["others"], "rate": peak}], betas=(0.9, 0.95), weight_decay=0.0)
     progress, step, text = Progress(name, seconds), 0, ""
     while progress.done() < 1:
         for group in optimizer.param_groups:
-            group["lr"] = peak * schedule(progress.done(), step)
+            group["lr"] = group["rate"] * schedule(progress.done(), step)
         x = draw(progress.done())
         loss, text = loss_of(x)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         step += 1
         speed = step * x.numel() / (time.monotonic() - progress.begin)
@@ -160,12 +166,19 @@ def fit(name, parameters, draw, loss_of, seconds, peak):
     progress.show(f"step {step}, {text}", last=True)
 
 
+def next_token_loss(model, tokens):
+    """Cross entropy in nats, the mean over tokens (B, T + 1) but the first of each row."""
+    logits = model.lm_head(model(tokens[:, :-1]))
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
 @torch.inference_mode()
 def held_out_loss(model, ids, tokens=60_000):
-    """Nats per token over the held-out text's beginning, in windows of half the context."""
+    """Nats per token over some 60,000 held-out ones, in windows of half the context."""
     T = model.config.block_size // 2
-    rows = ids[:min(len(ids), tokens) // (T + 1) * (T + 1)].view(-1, T + 1)
-    losses = [model.loss(x) * len(x) for x in rows.split(16)]
+    rows = ids[:len(ids) // (T + 1) * (T + 1)].view(-1, T + 1)
+    rows = rows[::max(1, len(ids) // tokens)]
+    losses = [next_token_loss(model, x) * len(x) for x in rows.split(16)]
     return float(sum(losses) / len(rows))
 
 
@@ -177,9 +190,9 @@ def train_base(model, ids, args):
         return windows(ids, args.batch * half, args.length // half + 1, generator)
 
     def loss_of(x):
-        loss = model.loss(x)
+        loss = next_token_loss(model, x)
         return loss, f"loss {loss.item():.3f}"
-    fit("base model", list(model.parameters()), draw, loss_of, args.base_seconds, args.lr)
+    fit("base model", model, draw, loss_of, args.base_seconds, args.lr)
 
 
 def train_heads(model, heads, ids, args):
@@ -196,8 +209,7 @@ def train_heads(model, heads, ids, args):
         losses = {kind: h_.loss(h, x) for kind, h_ in heads.items()}
         text = ", ".join(f"{kind} {each[0]:.2f}..{each[-1]:.2f}" for kind, (_, each) in losses.items())
         return sum(loss for loss, _ in losses.values()), text
-    parameters = [p for h in heads.values() for p in h.parameters()]
-    fit("heads", parameters, draw, loss_of, args.heads_seconds, args.heads_lr)
+    fit("heads", torch.nn.ModuleDict(heads), draw, loss_of, args.heads_seconds, args.heads_lr)
 
 
 def report(model, tokenizer, prompts, heads):
@@ -234,7 +246,7 @@ def parse():
         parser.add_argument("--" + name.replace("_", "-"), type=at_least(0 if name == "seed" else 1),
                             default=value, metavar="N", help=f"default {value}, "
                             f"with --quick {QUICK.get(name, value)}")
-    parser.add_argument("--lr", type=at_least(0, float), default=3e-3, help="peak, base model")
+    parser.add_argument("--lr", type=at_least(0, float), default=2e-3, help="peak, base model")
     parser.add_argument("--heads-lr", type=at_least(0, float), default=2e-3, help="peak, heads")
     if parser.parse_args().quick:
         parser.set_defaults(**QUICK)
@@ -268,8 +280,9 @@ def make_base(args, texts, held):
     train_base(model, ids.to(args.device), args)
     Path(args.out).mkdir(parents=True, exist_ok=True)
     prompts = standard_prompts(tokenizer, held, args.block_size // 4)
-    save_file(Path(args.out) / "base.pt", pack(model, merges=torch.tensor(tokenizer.merges),
-                                               prompts=prompts))
+    save_file(Path(args.out) / "base.pt", {
+        "config": asdict(config), "model": model.state_dict(),
+        "merges": torch.tensor(tokenizer.merges), "prompts": prompts})
     return model.eval(), tokenizer, prompts
 
 

@@ -24,7 +24,7 @@ import time
 
 import torch
 
-from model import KVCache, greedy
+from model import KVCache, Sampler
 
 
 class Tree:
@@ -124,10 +124,15 @@ def likely_paths(count, depth, accept=(0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.02, 
     return paths
 
 
-def draft(drafter, tree, state, root):
+PENALTY = 1e4  # what the filters block comes last in a drafter's ranking, but still in its order
+
+
+def draft(drafter, tree, state, root, choose=None, position=0):
     """Fill the tree, one batched call a level -> tokens (n,) of its first n nodes.
 
-    n < N where the drafter has nothing more to propose. state: one row; root: (1,) the root's token.
+    n < N where the drafter has nothing more to propose. state: one row; root: (1,) its token; position:
+    the root's. With the base model's `choose` the guesses are ranked with the very noise that will
+    decide at their position, so that a drafter that agrees with the model agrees with its dice too.
     """
     tokens = level_tokens = root
     first = 0  # number of the first node of the level
@@ -137,7 +142,10 @@ def draft(drafter, tree, state, root):
         state = drafter.extend(depth, state, level_tokens[parents - first])
         if state is None:
             break
-        best = drafter.logits(depth, state).topk(width).indices  # (rows, width), the best first
+        scores = drafter.logits(depth, state)
+        if choose:
+            scores = choose.scores(scores, [position + 1 + depth], PENALTY)
+        best = scores.topk(width).indices  # (rows, width), the best first
         first += len(level_tokens)
         level_tokens = best.expand(len(parents), -1)[place, rank]
         tokens = torch.cat((tokens, level_tokens))
@@ -158,24 +166,44 @@ def walk(tree, tokens, choice):
         path.append(node)
 
 
+def typical_walk(tree, tokens, logits, choose, epsilon=0.09, delta=0.3):
+    """The lossy rule of Medusa (section 2.3.1): accept what is plausible, not what the model chose.
+
+    A draft x passes where p(x) > min(epsilon, delta exp(-H(p))), p being the base model's distribution
+    at its parent after temperature and filters. -> the deepest passing path, ties to the lower ranks.
+    """
+    p = choose.law(logits)
+    entropy = -torch.special.xlogy(p, p).sum(-1)
+    bar = (delta * torch.exp(-entropy)).clamp(max=epsilon)[tree.parent[1:]]
+    passes = [True] + (p[tree.parent[1:], tokens[1:]] > bar).tolist()
+    paths = {0: [0]}
+    for node, up in enumerate(tree.parent[1:], 1):
+        if up in paths and passes[node]:
+            paths[node] = paths[up] + [node]
+    return max(paths.values(), key=len)  # the first of the longest: nodes are in order of rank
+
+
 @torch.inference_mode()  # as decorator: inside a generator a `with` would leak to the caller
-def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choose=greedy):
+def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choose=Sampler(), noise=True,
+           typical=False):
     """Yield lists of new tokens: first the one that the prompt's forward gives, then each step's.
 
     prompt: ids, 1 to block_size of them. Ends after `stop`, after `limit` tokens or at the end of the
-    context; the last token is emitted and never fed. The text doesn't depend on drafter and tree.
+    context; the last token is emitted and never fed. The text doesn't depend on drafter and tree; nor on
+    `noise`, which says whether drafts are ranked with the sampler's noise. `typical`: see typical_walk.
     ValueError where the tree is deeper than the drafter can fill.
     """
     room = check_call(model, prompt, drafter, tree, limit)
     if room == 0:
         return
     device = model.wte.weight.device
-    cache = KVCache(model.config, model.config.block_size + tree.size, like=model.wte.weight)
+    cache = KVCache(model, model.config.block_size + tree.size)
     fed = torch.tensor(prompt, device=device)
     h = model(fed[None], cache)[0]
     cache.keep(range(len(prompt)))
     position = 0  # of the first row of h
-    new = choose(model.lm_head(h[-1:]), torch.tensor([len(prompt)], device=device)).tolist()
+    choose.start(len(prompt))
+    new = choose(model.lm_head(h[-1:]), [len(prompt)]).tolist()
     while True:
         if stop in new:
             new = new[:new.index(stop) + 1]
@@ -190,16 +218,18 @@ def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choos
             return
         tokens = torch.tensor(new[-1:], device=device)
         if tree.size > 1:
-            tokens = draft(drafter, tree, state, tokens)
+            tokens = draft(drafter, tree, state, tokens, noise and choose, cache.length)
         # the drafter may have filled only the upper levels
         now = tree.cut(tree.depth[len(tokens) - 1])
         position = cache.length
-        positions = now.depths + position  # subtle: by depth, not by row: siblings share a position
-        h = model(tokens[None], cache, positions, now.mask)[0]
-        choice = choose(model.lm_head(h), positions + 1).tolist()
-        path = walk(now, tokens.tolist(), choice)
+        # subtle: a node's position is by depth, not by row: siblings share it, and its noise
+        h = model(tokens[None], cache, now.depths + position, now.mask)[0]
+        logits = model.lm_head(h)
+        choice = choose(logits, [position + d + 1 for d in now.depth]).tolist()
+        drafts = tokens.tolist()
+        path = typical_walk(now, tokens, logits, choose) if typical else walk(now, drafts, choice)
         cache.keep(path)
-        new = [choice[i] for i in path]
+        new = [drafts[i] for i in path[1:]] + [choice[path[-1]]]
         h, fed = h[path], tokens[path]  # drafting goes on from the accepted rows, never the last
 
 
@@ -220,13 +250,13 @@ def check_call(model, prompt, drafter, tree, limit):
     return min(limit, block_size - len(prompt))
 
 
-def generate(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choose=greedy, show=None):
-    """Run `decode` to its end, timing it alone -> dict with the fields of --json that belong to it.
+def generate(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, show=None, **options):
+    """Run `decode(model, prompt, ...)` to its end, timing it alone -> dict with the fields of --json that belong to it.
 
     `show`, if given, is called with the new tokens as they come; its time isn't counted.
     """
     steps, seconds = [], []
-    run = decode(model, prompt, drafter, tree, limit, stop, choose)
+    run = decode(model, prompt, drafter, tree, limit, stop, **options)
     while True:
         begin = time.perf_counter()
         new = next(run, None)

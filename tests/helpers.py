@@ -1,13 +1,30 @@
 """Small random models, trees and drafters, shared by the tests."""
 import os
+import sys
+from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
 
+import hydra
 import model as m
 import tree as t
 
+ROOT = Path(__file__).parents[1]
 CASES = int(os.environ.get("HYDRA_CASES", "1"))  # how many times the usual number of cases
+
+
+def run(monkeypatch, module, *args):
+    """Run a command in this process -> its exit code."""
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, args)])
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "reconfigure", lambda **kw: None, raising=False)
+    try:
+        hydra.command(module.main)
+    except SystemExit as end:
+        return end.code or 0
+    return 0
 
 
 def small_model(seed=0, n_layer=2, n_head=4, n_kv_head=2, size=4, V=11, block_size=32, tied=True):
@@ -19,6 +36,17 @@ def small_model(seed=0, n_layer=2, n_head=4, n_kv_head=2, size=4, V=11, block_si
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=0.7)
     return model.eval().requires_grad_(False)
+
+
+def random_heads(Heads, model, seed=0, **options):
+    """Heads with random weights everywhere, so that nothing is hidden behind a zero; every second pair
+    of Hydra heads drafts with its tables."""
+    heads, generator = Heads(model, **options), torch.Generator().manual_seed(seed)
+    for p in heads.parameters():
+        torch.nn.init.normal_(p, std=0.3, generator=generator)
+    if seed % 2 and hasattr(heads, "build_tables"):
+        heads.build_tables()
+    return heads.eval().requires_grad_(False)
 
 
 models = st.builds(lambda seed, layers, heads, size, V, tied, block: small_model(
@@ -64,8 +92,34 @@ class Oracle:
         at = self.root + 1 + depth
         if at < len(self.text):
             hit = torch.rand((), generator=self.generator) < self.chance
-            logits[:, self.text[at]] = 9.0 if hit else -9.0
+            logits[:, self.text[at]] = 1e6 if hit else -1e6  # beyond any noise
         return logits
+
+
+class Itself:
+    """The base model as its own drafter: it knows nothing of the noise, yet has to be right always,
+    since the drafts are ranked with the noise that decides. `skew` spoils its logits a little."""
+    max_depth = 9
+
+    def __init__(self, model, skew=0.0, seed=0):
+        self.model = model
+        generator = torch.Generator().manual_seed(seed)
+        self.skew = skew * torch.randn(model.config.vocab_size, generator=generator)
+
+    def start(self, h, tokens, position):
+        self.text = tokens.tolist() if position == 0 else self.text[:position] + tokens.tolist()
+        return torch.zeros(1, 0, dtype=torch.long)
+
+    def extend(self, depth, state, tokens):  # the state is the path itself
+        return torch.cat((state.expand(len(tokens), -1), tokens[:, None]), 1)
+
+    def logits(self, depth, state):
+        text = torch.tensor(self.text).expand(len(state), -1)
+        return self.model.lm_head(self.model(torch.cat((text, state), 1))[:, -1]) + self.skew
+
+
+samplers = st.builds(m.Sampler, st.sampled_from([0.0, 1e-8, 0.3, 0.8, 1.0, 2.0]), st.integers(0, 13),
+                     st.sampled_from([1.0, 0.95, 0.6, 0.1, 1e-9]), st.integers(0, 2**40))
 
 
 class Random:

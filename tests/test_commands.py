@@ -4,44 +4,18 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT, run
 
 import hydra
 import train
 
-ROOT = Path(__file__).parents[1]
 BUDGET = dict(model=260, tokenizer=160, tree=330, medusa=180, hydra=340, vocabtrim=180, train=360,
               bench=360)
 TINY = ["--vocab-size", "300", "--n-layer", "1", "--n-embd", "32", "--n-inner", "32", "--block-size", "48",
-        "--length", "24", "--base-seconds", "3", "--heads-seconds", "2"]
-
-
-def run(monkeypatch, module, *args):
-    """Run a command in this process -> its exit code."""
-    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, args)])
-    for stream in (sys.stdout, sys.stderr):
-        monkeypatch.setattr(stream, "reconfigure", lambda **kw: None, raising=False)
-    try:
-        hydra.command(module.main)
-    except SystemExit as end:
-        return end.code or 0
-    return 0
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    """A folder trained for a few seconds on a text of this project."""
-    folder = tmp_path_factory.mktemp("run")
-    data = folder / "data.txt"
-    data.write_text("".join(p.read_text("utf-8") for p in sorted(ROOT.glob("*.py"))), "utf-8")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        torch.set_default_dtype(torch.float64)
-        assert run(monkeypatch, train, "--data", data, "--out", folder / "out", *TINY) == 0
-        torch.set_default_dtype(torch.float32)
-    return folder / "out"
+        "--length", "24", "--base-seconds", "1", "--heads-seconds", "1"]
 
 
 def sentence(capsys):
@@ -68,6 +42,23 @@ def test_same_ids_for_all_heads_and_trees(out, monkeypatch, capsys):
     assert all(ids == texts[0] for ids in texts) and len(texts[0]) == 20
 
 
+def test_a_seed_fixes_the_text_with_and_without_heads(out, monkeypatch, capsys):
+    texts = {}
+    for seed in (7, 8):
+        for heads in ("none", "lookup", "medusa", "hydra"):
+            for tree in ("chain", "16"):
+                assert run(monkeypatch, hydra, "--prompt", "def f(", "--out", out, "--heads", heads, "--tree",
+                           tree, "--seed", seed, "--temperature", "0.8", "--top-p=0.95", "--json") == 0
+                ids = json.loads(capsys.readouterr().out)["ids"]
+                assert texts.setdefault(seed, ids) == ids
+    assert texts[7] != texts[8]
+
+
+def test_typical_says_that_it_is_lossy(out, monkeypatch, capsys):
+    assert run(monkeypatch, hydra, "--prompt", "x", "--out", out, "--typical", "--temperature", "1") == 0
+    assert "lossy" in capsys.readouterr().err.splitlines()[0]
+
+
 def test_text_and_figures(out, monkeypatch, capsys):
     """The text on stdout is the JSON's text, also where tokens cut a character in two."""
     arguments = ["--prompt", "é漢", "--out", out, "--max-new-tokens", 9]
@@ -91,8 +82,8 @@ def test_streamed_bytes_become_whole_characters(capsys):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--prompt", ""], "the prompt has 0 tokens; 1 to 48 fit"),
-    (["--prompt", "x" * 400], "tokens; 1 to 48 fit"),
+    (["--prompt", ""], "the prompt has 0 tokens; 1 to 256 fit"),
+    (["--prompt", "x = 1\n" * 400], "tokens; 1 to 256 fit"),
     (["--prompt", "x", "--heads", "eagle"], "invalid choice: 'eagle'"),
     (["--prompt", "x", "--max-new-tokens", "-1"], "-1 isn't a number from 0 up"),
     (["--prompt", "x", "--max-new-tokens", "many"], "'many'"),
@@ -102,8 +93,13 @@ def test_streamed_bytes_become_whole_characters(capsys):
     (["--prompt", "x", "--tree", "[0]"], "no list of lists"),
     (["--prompt", "x", "--tree", "bush"], "say auto, chain"),
     (["--prompt", "x", "--tree", "[[0],[0,0],[0,0,0],[0,0,0,0],[0,0,0,0,0]]"], "deeper than the 4 heads"),
-    (["--prompt", "x", "--tree", "[[999]]"], "rank 999"),
+    (["--prompt", "x", "--tree", "[[9999]]"], "rank 9999"),
     (["--prompt", "x", "--bush"], "--bush"),
+    (["--prompt", "x", "--temperature", "-0.1"], "-0.1 isn't a number from 0 up"),
+    (["--prompt", "x", "--temperature", "nan"], "nan isn't a number from 0 up"),
+    (["--prompt", "x", "--top-k", "-1"], "-1 isn't a number from 0 up"),
+    (["--prompt", "x", "--top-p", "0"], "0 isn't above 0 and at most 1"),
+    (["--prompt", "x", "--top-p", "1.5"], "1.5 isn't above 0 and at most 1"),
     ([], "--prompt"),
     (["--prompt", "x", "--device", "mps"], "--device mps"),
 ])

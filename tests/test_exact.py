@@ -6,30 +6,38 @@ from outside, through a seam, that must turn it red. A test that can't fail prov
 """
 import pytest
 import torch
-from helpers import CASES, Oracle, Random, models, small_model, trees
+from helpers import CASES, Itself, Oracle, Random, models, random_heads, samplers, small_model, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import model as m
 import tree as t
+from hydra import Hydra
+from medusa import Medusa
 
 DRAFTERS = {
-    "random": lambda text, V, seed: Random(V, seed),
-    "perfect": lambda text, V, seed: Oracle(text, V, 1.0, seed),
-    "wrong": lambda text, V, seed: Oracle(text, V, 0.0, seed),
-    "half right": lambda text, V, seed: Oracle(text, V, 0.6, seed),
-    "lookup": lambda text, V, seed: t.Lookup(V),
+    "random": lambda model, text, seed: Random(model.config.vocab_size, seed),
+    "perfect": lambda model, text, seed: Oracle(text, model.config.vocab_size, 1.0, seed),
+    "wrong": lambda model, text, seed: Oracle(text, model.config.vocab_size, 0.0, seed),
+    "half right": lambda model, text, seed: Oracle(text, model.config.vocab_size, 0.6, seed),
+    "lookup": lambda model, text, seed: t.Lookup(model.config.vocab_size),
+    "itself": lambda model, text, seed: Itself(model),
+    "nearly itself": lambda model, text, seed: Itself(model, 0.5, seed),
+    "medusa": lambda model, text, seed: random_heads(Medusa, model, seed),
+    "hydra": lambda model, text, seed: random_heads(Hydra, model, seed),
 }
 
 
-def check(model, prompt, limit, stop, tree, name, seed=0):
+def check(model, prompt, limit, stop, tree, name, seed=0, choose=m.Sampler(), noise=True):
     """Decode with this drafter and tree, compare with the naive decoder, check the count of steps."""
     V = model.config.vocab_size
-    naive = m.naive_generate(model, prompt, limit, stop)
+    naive = m.naive_generate(model, prompt, limit, stop, choose)
     # the oracles also know what would come after the end
-    text = prompt + m.naive_generate(model, prompt, model.config.block_size)
+    text = prompt + m.naive_generate(model, prompt, model.config.block_size, choose=choose)
     tree = tree.cut(9, V - 1 if name == "wrong" else V)  # the wrong drafter's last rank is right
-    result = t.generate(model, prompt, DRAFTERS[name](text, V, seed), tree, limit, stop)
+    drafter = DRAFTERS[name](model, text, seed)
+    result = t.generate(model, prompt, drafter, tree.cut(drafter.max_depth), limit, stop, choose=choose,
+                        noise=noise)
     assert result["ids"] == naive
     assert sum(result["accepted"]) == max(0, len(naive) - 1)
     room = min(limit, model.config.block_size - len(prompt))
@@ -39,23 +47,27 @@ def check(model, prompt, limit, stop, tree, name, seed=0):
     return result
 
 
-@settings(max_examples=400 * CASES)
-@given(models, trees(), st.sampled_from(list(DRAFTERS)), st.data())
-def test_any_drafter_any_tree_gives_the_naive_text(model, tree, name, data):
+@settings(max_examples=1000 * CASES)
+@given(models, trees(), st.sampled_from(list(DRAFTERS)), samplers, st.booleans(), st.data())
+def test_any_drafter_any_tree_gives_the_naive_text(model, tree, name, choose, noise, data):
     V, block_size = model.config.vocab_size, model.config.block_size
     prompt = data.draw(st.lists(st.integers(0, V - 1), min_size=1, max_size=block_size))
     limit = data.draw(st.integers(0, block_size + 2))
     stop = data.draw(st.one_of(st.none(), st.integers(0, V - 1)))
-    check(model, prompt, limit, stop, tree, name, data.draw(st.integers(0, 99)))
+    check(model, prompt, limit, stop, tree, name, data.draw(st.integers(0, 99)), choose, noise)
 
 
 PROMPT, TREE = [3, 1, 4, 1, 5], t.Tree(t.full(3, 2))
 
 
 def run_fixed_cases():
-    """What the controls break: branching trees, drafts right now and then, thirty models."""
+    """What the controls break: branching trees, drafts right now and then, thirty models, two
+    temperatures; and that a drafter which is the base model itself is right about everything."""
     for seed in range(30):
-        check(small_model(seed), PROMPT, 25, None, TREE, "half right", seed)
+        for choose in (m.Sampler(), m.Sampler(1.0, seed=seed)):
+            check(small_model(seed), PROMPT, 25, None, TREE, "half right", seed, choose)
+            result = check(small_model(seed), PROMPT, 25, None, TREE, "itself", seed, choose)
+            assert set(result["accepted"]) == {TREE.max_depth + 1}
 
 
 def test_fixed_cases_hold():
@@ -81,6 +93,20 @@ def only_count(cache, rows):
     cache.length += len(list(rows))
 
 
+def later_noise(scores):
+    """The drafter's noise off by one: whoever has a finite penalty is the drafter."""
+    return lambda self, logits, positions, penalty=torch.inf: scores(
+        self, logits, [p + (penalty < torch.inf) for p in positions], penalty)
+
+
+def fresh_noise(scores):
+    """Verification and plain decoding alike draw anew at each call."""
+    def afresh(self, logits, positions, penalty=torch.inf):
+        self.noise, self.next = {}, positions[0]
+        return scores(self, logits, positions, penalty)
+    return afresh
+
+
 FAULTS = {
     "a wrong child is accepted": lambda p: p.setattr(t, "walk", accept_first_child),
     "the walk stops one node late": lambda p: p.setattr(
@@ -89,6 +115,11 @@ FAULTS = {
     "positions by row, not by depth": lambda p: p.setattr(TREE, "depths", torch.arange(TREE.size)),
     "the mask lets siblings in": lambda p: p.setattr(TREE, "mask", sibling_seen(TREE)),
     "the cache isn't compacted": lambda p: p.setattr(m.KVCache, "keep", only_count),
+    "the drafter's noise is off by one": lambda p: p.setattr(
+        m.Sampler, "scores", later_noise(m.Sampler.scores)),
+    "noise is drawn afresh": lambda p: p.setattr(m.Sampler, "scores", fresh_noise(m.Sampler.scores)),
+    "the drafter ignores the noise": lambda p: p.setattr(
+        t, "draft", lambda d, tree, state, root, choose, L, draft=t.draft: draft(d, tree, state, root)),
 }
 
 
@@ -185,12 +216,18 @@ def test_drafting_starts_from_the_accepted_rows():
     text = PROMPT + m.naive_generate(model, PROMPT, 40)
 
     class Watch(Oracle):
-        def start(self, h, tokens, position):
+        def start(self, h, tokens, position, fault=lambda h: h):
             whole = model(torch.tensor([self.text[:position + len(tokens)]]))[0]
-            assert torch.allclose(h, whole[position:], rtol=0, atol=1e-10)
+            assert torch.allclose(fault(h), whole[position:], rtol=0, atol=1e-10)
             return super().start(h, tokens, position)
     result = t.generate(model, PROMPT, Watch(text, 11, 0.6), TREE, 40)
     assert max(result["accepted"]) > 2
+
+    class Faulty(Watch):  # control: the root's hidden state in place of the accepted rows'
+        def start(self, h, tokens, position):
+            return super().start(h, tokens, position, lambda h: h[:1] if position else h)
+    with pytest.raises(AssertionError):
+        t.generate(model, PROMPT, Faulty(text, 11, 0.6), TREE, 40)
 
 
 def test_no_allocation_a_step_and_no_trace_of_rejected_drafts(monkeypatch):

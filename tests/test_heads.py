@@ -2,24 +2,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CASES, small_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import random_heads, small_model
 
-import tree as t
 from hydra import Hydra
 from medusa import Medusa
-from model import naive_generate
 
 KINDS = [Medusa, Hydra]
-
-
-def trained_looking(Heads, model, **options):
-    """Heads with random weights everywhere, so that nothing is hidden behind a zero."""
-    heads = Heads(model, **options)
-    for p in heads.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return heads.eval().requires_grad_(False)
 
 
 def head_by_hand(heads, i, h, path):
@@ -45,7 +33,7 @@ def head_by_hand(heads, i, h, path):
 def test_loss_equals_an_independent_count_of_labels(Heads, options):
     """Every head at every position, one at a time, with the label looked up by its index."""
     model = small_model(1)
-    heads = trained_looking(Heads, model, **options)
+    heads = random_heads(Heads, model, **options)
     tokens = torch.randint(11, (2, 9))
     h = model(tokens)
     want = []
@@ -68,7 +56,7 @@ def test_loss_equals_an_independent_count_of_labels(Heads, options):
 def test_drafting_computes_what_training_trains(Heads):
     """The three methods, called along a path as `draft` does, give the logits of head_by_hand."""
     model = small_model(2)
-    heads = trained_looking(Heads, model, n_block=2)
+    heads = random_heads(Heads, model, n_block=2)
     h, path = torch.randn(3, 16), [7, 2, 9, 4]
     for tables in (False, True):
         if tables and Heads is Hydra:
@@ -94,7 +82,7 @@ def test_only_hydra_looks_at_the_path():
     """Another parent, other logits for Hydra's child; Medusa's are the same, one row for all."""
     model = small_model(4)
     for Heads, rows in ((Medusa, 1), (Hydra, 2)):
-        heads = trained_looking(Heads, model)
+        heads = random_heads(Heads, model)
         state = heads.extend(0, heads.start(torch.randn(1, 16), torch.tensor([1]), 0), torch.tensor([2]))
         logits = heads.logits(1, heads.extend(1, state, torch.tensor([3, 4])))
         assert len(logits) == rows
@@ -136,7 +124,7 @@ def test_control_a_shifted_label_is_noticed(Heads):
         def loss(self, h, tokens):
             return super().loss(h[:, :-1], tokens[:, 1:])  # the hidden state of the token before
     tokens = torch.randint(11, (1, 36))
-    h, heads = model(tokens), trained_looking(Shifted, model)
+    h, heads = model(tokens), random_heads(Shifted, model)
     want = Heads.loss(heads, h, tokens)[0]
     assert abs(heads.loss(h, tokens)[0] - want) > 1e-3
 
@@ -152,14 +140,3 @@ def test_training_touches_the_heads_and_nothing_else(Heads):
         assert p.grad is not None and p.grad.abs().max() > 0, name
     assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
     assert not any(name.startswith("base") for name in heads.state_dict())
-
-
-@settings(max_examples=60 * CASES)
-@given(st.sampled_from(KINDS), st.integers(0, 999), st.booleans())
-def test_any_heads_give_the_naive_text(Heads, seed, tables):
-    model = small_model(seed)
-    heads = trained_looking(Heads, model)
-    if tables and Heads is Hydra:
-        heads.build_tables()
-    result = t.generate(model, [1, 2, 3], heads, t.Tree(t.full(3, 2)), 27)
-    assert result["ids"] == naive_generate(model, [1, 2, 3], 27)

@@ -1,0 +1,65 @@
+"""
+Float32, end to end, on a trained model: equal, or differing first at a near-tie.
+
+Two scores closer than bench.NEAR_TIE may change places, since a row computed among others differs in its
+last bits from the row alone. The difference of rows is measured here too, and has to lie far below.
+"""
+import pytest
+import torch
+
+import bench
+import hydra
+import model as m
+import tree as t
+
+
+@pytest.fixture
+def trained(out):
+    torch.set_default_dtype(torch.float32)  # put back by the fixture of all tests
+    model, tokenizer, prompts = hydra.load_base(out)
+    drafters = {kind: hydra.load_heads(out, kind, model, tokenizer) for kind in hydra.KINDS}
+    return model, prompts, {**drafters, "lookup": t.Lookup(model.config.vocab_size)}
+
+
+SAMPLERS = [(0.0, 0, 1.0), (0.8, 0, 1.0), (1.0, 0, 1.0), (1.0, 20, 0.9)]
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", SAMPLERS)
+def test_equal_or_a_near_tie(trained, temperature, top_k, top_p):
+    model, prompts, drafters = trained
+    for seed, prompt in enumerate(prompts[:4]):
+        choose = m.Sampler(temperature, top_k, top_p, seed)
+        naive = m.naive_generate(model, prompt, 60, choose=choose)
+        for name, drafter in drafters.items():
+            for paths in (t.chain(4), t.likely_paths(15, 4)):
+                ids = t.generate(model, prompt, drafter, t.Tree(paths), 60, choose=choose)["ids"]
+                gap = bench.tie_gap(model, prompt, naive, ids, choose)
+                assert gap is None or gap < bench.NEAR_TIE, f"{name}: scores differ by {gap}"
+
+
+def test_rows_differ_far_less_than_the_bound(trained):
+    model, prompts, _ = trained
+    tree, worst = t.Tree(t.full(3, 2)), 0.0
+    for prompt in prompts[:8]:
+        cache = m.KVCache(model, 120)
+        model(torch.tensor([prompt]), cache)
+        cache.keep(range(len(prompt)))
+        tokens = torch.randint(model.config.vocab_size, (tree.size,))
+        rows = model.lm_head(model(tokens[None], cache, cache.length + tree.depths, tree.mask)[0])
+        for node in range(tree.size):
+            path = [node]
+            while path[0]:
+                path.insert(0, tree.parent[path[0]])
+            alone = model.lm_head(model(torch.tensor([prompt + tokens[path].tolist()]))[0, -1])
+            worst = max(worst, float((rows[node] - alone).abs().max()))
+    assert 0 < worst < bench.NEAR_TIE / 20, f"rows differ by {worst}"
+
+
+def test_heads_give_more_than_one_token_a_step(trained):
+    """The trained heads are of use, and Hydra's more than Medusa's."""
+    model, prompts, drafters = trained
+    rate = {}
+    for name in ("medusa", "hydra"):
+        runs = [t.generate(model, p, drafters[name], t.Tree(t.likely_paths(15, 4)), 80) for p in prompts[:8]]
+        rate[name] = sum(sum(r["accepted"]) for r in runs) / sum(r["steps"] for r in runs)
+    assert 1.1 < rate["medusa"] < rate["hydra"], rate
