@@ -3,10 +3,10 @@ Measure: every method on the same held-out prompts, paired and interleaved in on
 
     python bench.py --quick
 
-Speed is compared prompt by prompt: every method decodes a prompt before the next prompt begins, so that
-whatever slows the machine for a while slows all of them. A speed-up is the median over prompts of
-(seconds of plain decoding / seconds of the method), shown with its quartiles. The prompt's own forward
-isn't counted. Steps are counted as everywhere: tokens per step = (new tokens - 1) / steps.
+Speed is compared prompt by prompt: every method decodes a prompt before the next prompt begins, so
+that whatever slows the machine for a while slows all of them. A speed-up is the median over prompts
+of (seconds of plain decoding / seconds of the method), shown with its quartiles. The prompt's own
+forward isn't counted. Steps are counted as everywhere: tokens per step = (new tokens - 1) / steps.
 """
 import dataclasses
 import json
@@ -32,8 +32,9 @@ def repetition(ids, n=8):
 
 @torch.inference_mode()
 def tie_gap(model, prompt, one, other, choose):
-    """None if two texts are equal, else how far apart the base model's noisy scores of the two ids lie at
-    the first difference: in float32 a row among others may differ in its last bits from the row alone."""
+    """None if two texts are equal, else how far apart the base model's noisy scores of the two ids
+    lie at the first difference: in float32 a row among others may differ in its last bits from the
+    row alone."""
     if one == other:
         return None
     at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
@@ -65,7 +66,8 @@ def step_cost(model, sizes, repeats=60):
 
 def measure(model, tokenizer, prompts, methods, limit, choose):
     """-> {method: list of results, one a prompt}, the methods interleaved prompt by prompt. With a
-    temperature, each result also tells the steps that drafts ranked without the noise would take."""
+    temperature, each result also tells the steps that drafts ranked without the noise would
+    take."""
     for drafter, tree in methods.values():  # warm up
         generate(model, prompts[0], drafter, tree, 32)
     results = {name: [] for name in methods}
@@ -99,15 +101,15 @@ def summary(model, prompts, plain, runs, tree, choose):
 
 
 def show(temperature, table, seen, count):
-    print(f"\ntemperature {temperature}, {count} prompts; {seen:.0%} of the 8-grams of the text stood in it "
-          "before")
-    print(f"{'':10}{'nodes':>6}{'tokens/step':>12}{'without noise':>14}{'tokens/s':>10}{'speed':>7}  "
-          "quartiles   identical")
+    print(f"\ntemperature {temperature}, {count} prompts; {seen:.0%} of the text's 8-grams "
+          "stood in it before")
+    print(f"{'':10}{'nodes':>6}{'tokens/step':>12}{'without noise':>14}{'tokens/s':>10}"
+          f"{'speed':>7}  quartiles   identical")
     for name, row in table.items():
         low, high = row["speedup_quartiles"]
         print(f"{name:10}{row['tree_nodes']:6}{row['tokens_per_step']:12.2f}"
-              f"{row['tokens_per_step_blind']:14.2f}{row['tokens_per_s']:10.0f}{row['speedup']:7.2f}  "
-              f"{low:.2f}..{high:.2f}  {str(row['identical']).lower()}"
+              f"{row['tokens_per_step_blind']:14.2f}{row['tokens_per_s']:10.0f}"
+              f"{row['speedup']:7.2f}  {low:.2f}..{high:.2f}  {str(row['identical']).lower()}"
               + (f", {row['near_ties']} near-ties" if row["near_ties"] else ""))
 
 
@@ -138,8 +140,9 @@ def main():
         choose = Sampler(temperature)
         results = measure(model, tokenizer, prompts, methods, args.limit, choose)
         seen = statistics.mean(repetition(r["ids"]) for r in results["none"])
-        tables[temperature] = {name: summary(model, prompts, results["none"], runs, methods[name][1], choose)
-                               for name, runs in results.items()}
+        tables[temperature] = {
+            name: summary(model, prompts, results["none"], runs, methods[name][1], choose)
+            for name, runs in results.items()}
         show(temperature, tables[temperature], seen, len(prompts))
     cost = step_cost(model, [1, 2, 4, 8, 16, 32, 64])
     print("a step on N rows: " + ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in cost.items()))

@@ -1,8 +1,8 @@
 """
 Hydra heads: each guesses its token knowing the guesses before it. And the command line.
 
-Head i reads the hidden state h at position t and the embeddings of the i + 1 tokens put on the path so
-far, and guesses token t + 2 + i (Hydra, Ankner et al. 2024, section 3). That is one method's
+Head i reads the hidden state h at position t and the embeddings of the i + 1 tokens put on the path
+so far, and guesses token t + 2 + i (Hydra, Ankner et al. 2024, section 3). That is one method's
 difference from Medusa: `extend`. Everything else, tree, verification, loop, is the same.
 
     python hydra.py --prompt "def read_"
@@ -28,14 +28,14 @@ from tree import Lookup, Tree, chain, generate, likely_paths
 class Hydra(Medusa):
     """Sequentially dependent heads.
 
-    The first block of head i is R x + SiLU(W x + b) over x = [h ; e_0 ; ... ; e_i], with a learned R
-    since x is wider than the block. Products of a sum's parts can be added up: the part of h is one
-    product for all heads, and the part of each token is added as it joins the path.
-    """
+    The first block of head i is R x + SiLU(W x + b) over x = [h ; e_0 ; ... ; e_i], with a learned
+    R since x is wider than the block. Products of a sum's parts can be added up: the part of h is
+    one product for all heads, and the part of each token is added as it joins the path. """
 
     def make_inlet(self, C):
-        """R and W of all first blocks: `inlet` holds the columns of h, `path[i]` those of e_i for the
-        heads i and up. R starts as [I | 0 | ...], so that here too all heads start as the LM head."""
+        """R and W of all first blocks: `inlet` holds the columns of h, `path[i]` those of e_i for
+        the heads i and up. R starts as [I | 0 | ...], so that here too all heads start as the LM
+        head."""
         K = self.max_depth
         inlet = nn.Linear(C, 2 * K * C)
         self.path = nn.ModuleList(nn.Linear(C, 2 * (K - i) * C, bias=False) for i in range(K))
@@ -55,11 +55,13 @@ class Hydra(Medusa):
             added = self.path[depth](self.base.wte(tokens))
         else:
             added = F.embedding(tokens, self.tables[depth])
-        return state[..., depth - self.max_depth:, :, :] + added.unflatten(-1, (-1, 2, state.shape[-1]))
+        added = added.unflatten(-1, (-1, 2, state.shape[-1]))
+        return state[..., depth - self.max_depth:, :, :] + added
 
     def build_tables(self):
-        """For decoding: the embeddings are frozen, so each token's product can be looked up. An exact
-        identity that trades V * 5 K (K + 1) C bytes or so of memory for the reading of `path`."""
+        """For decoding: the embeddings are frozen, so each token's product can be looked up. An
+        exact identity that trades V * 5 K (K + 1) C bytes or so of memory for the reading of
+        `path`."""
         with torch.no_grad():
             self.tables = [path(self.base.wte.weight) for path in self.path]
 
@@ -69,7 +71,8 @@ DEFAULT_NODES = 8
 
 
 def fingerprint(model):
-    """A hash of the base model's weights: heads fit the model they were trained for and no other."""
+    """A hash of the base model's weights: heads fit the model they were trained for and no
+    other."""
     digest = hashlib.sha256()
     for _, tensor in sorted(model.state_dict().items()):
         digest.update(tensor.float().cpu().numpy().tobytes())
@@ -83,7 +86,8 @@ def save_heads(out, kind, heads, tokenizer):
 
 
 def load_base(out, device="cpu"):
-    """The base model, its tokenizer and the standard prompts (lists of ids) from the folder `out`."""
+    """The base model, its tokenizer and the standard prompts (lists of ids) from the folder
+    `out`."""
     path = Path(out) / "base.pt"
     content = load_file(path, device)
     model = unpack(content, path, device)
@@ -159,7 +163,8 @@ def command(main):
 
 def pick_device(name):
     """'auto' is a GPU where there is one; a device that is asked for and missing is a UserError."""
-    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    found = {"cpu": True, "cuda": torch.cuda.is_available(),
+             "mps": torch.backends.mps.is_available()}
     if name == "auto":
         return "cuda" if found["cuda"] else "cpu"  # mps only when asked for: slow at these sizes
     if not found[name]:
@@ -180,7 +185,8 @@ def make_tree(text, kind, depth, device):
         return Tree(chain(depth), device)
     if text.isdecimal() and int(text) > 0:  # N nodes with the root
         few = int(text) - 1
-        return Tree(chain(min(few, depth)) if kind == "lookup" else likely_paths(few, depth), device)
+        paths = chain(min(few, depth)) if kind == "lookup" else likely_paths(few, depth)
+        return Tree(paths, device)
     try:
         paths = json.loads(text)
         if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
@@ -192,7 +198,7 @@ def make_tree(text, kind, depth, device):
 
 
 def parse():
-    parser = Parser(description="Continue a prompt: the base model's own text, in fewer of its steps.")
+    parser = Parser(description="Continue a prompt: the base model's own text, in fewer steps.")
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--heads", choices=["none", "lookup", *KINDS],
                         help="who drafts; default: the best that the folder --out holds")
@@ -204,11 +210,11 @@ def parse():
     parser.add_argument("--top-k", type=at_least(0), default=0, metavar="K", help="0 = off")
     parser.add_argument("--top-p", type=share, default=1.0, metavar="P", help="above 0; 1 = off")
     parser.add_argument("--seed", type=at_least(0), default=0)
-    parser.add_argument("--typical", action="store_true", help="accept what is plausible: lossy, the "
-                        "text is no longer the base model's own")
+    parser.add_argument("--typical", action="store_true", help="accept what is plausible: lossy, "
+                        "the text is no longer the base model's own")
     parser.add_argument("--out", default="out", help="the folder that train.py filled")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the text")
     return parser.parse_args()
 
 
@@ -259,9 +265,10 @@ def figures(result):
     """One line: what the text took."""
     count, rate = len(result["ids"]), result["tokens_per_step"]
     speed = f"{(count - 1) / result['seconds']:.0f} tokens/s" if rate else "no step"
-    return (f"[{result['heads']}, tree of {result['tree_nodes']}] {count} tokens in {result['steps']} "
-            f"steps, {rate or 0:.2f} tokens per step, {speed}; prompt {result['prompt_seconds']:.3f} s, "
-            f"then {result['seconds']:.3f} s; finish: {result['finish']}")
+    return (f"[{result['heads']}, tree of {result['tree_nodes']}] {count} tokens in "
+            f"{result['steps']} steps, {rate or 0:.2f} tokens per step, {speed}; prompt "
+            f"{result['prompt_seconds']:.3f} s, then {result['seconds']:.3f} s; "
+            f"finish: {result['finish']}")
 
 
 if __name__ == "__main__":

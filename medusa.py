@@ -2,10 +2,9 @@
 Medusa heads: each guesses its token from the same hidden state, independently of the others.
 
 The base model has just computed the hidden state h at position t and chosen token t + 1. Head i
-(0-based) guesses token t + 2 + i from h alone, so a tree of guesses costs one small pass, but head 1
-can't know which of head 0's guesses it continues (Medusa, Cai et al. 2024, section 2.1). Hydra's
-heads can; they are these with another `extend`.
-"""
+(0-based) guesses token t + 2 + i from h alone, so a tree of guesses costs one small pass, but head
+1 can't know which of head 0's guesses it continues (Medusa, Cai et al. 2024, section 2.1). Hydra's
+heads can; they are these with another `extend`. """
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -31,16 +30,16 @@ def zero(linear):
 class Medusa(nn.Module):
     """K heads of `n_block` residual blocks, and one LM head: the base model's, frozen, or one each.
 
-    The state is what the first block of every head has seen so far, (rows, K, 2, C): its skip part and
-    the inside of its SiLU. Before training all heads are the base model's own LM head.
-    """
+    The state is what the first block of every head has seen so far, (rows, K, 2, C): its skip part
+    and the inside of its SiLU. Before training all heads are the base model's own LM head. """
 
     def __init__(self, model, n_head=4, n_block=1, own_lm_head=False):
         super().__init__()
         C = model.config.n_embd
         self.options = {"n_head": n_head, "n_block": n_block, "own_lm_head": own_lm_head}
         self.max_depth = n_head
-        # subtle: past nn.Module, or the base model's weights would be trained and saved with the heads
+        # subtle: past nn.Module, or the base model's weights would be trained and saved with the
+        # heads
         object.__setattr__(self, "base", model)
         self.inlet = self.make_inlet(C)
         self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(C) for _ in range(n_block - 1)))
@@ -84,7 +83,8 @@ class Medusa(nn.Module):
         """
         T, state, losses = tokens.shape[1], self.enter(h), []
         for i in range(self.max_depth):
-            # row t knows tokens up to t + 1 + i and guesses token t + 2 + i; the last 2 + i have no label
+            # row t knows tokens up to t + 1 + i and guesses token t + 2 + i; the last 2 + i have no
+            # label
             state = self.extend(i, state[:, :T - 2 - i], tokens[:, 1 + i:T - 1])
             logits = self.logits(i, state)
             losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, 2 + i:].flatten()))

@@ -1,9 +1,8 @@
 """
 A small GPT with the Llama block, its KV cache, and the naive decoder that every test trusts.
 
-The block is that of both papers' target models (Vicuna, Llama 3). What speculation needs beyond nanoGPT
-is small: the caller may give positions and mask, so that rows that are alternatives to each other share a
-forward pass (tree attention), and the cache is written first and *kept* later.
+What speculation needs beyond nanoGPT: the caller may give positions and mask, so that alternatives
+share a forward pass (tree attention), and the cache is written first and *kept* later.
 
 Shapes: B batch, T new rows, L rows kept in the cache, C channels, V vocabulary.
 """
@@ -34,8 +33,8 @@ class GPTConfig:
 
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head) or self.n_head % self.n_kv_head:
-            raise ValueError(f"n_embd={self.n_embd} must be a multiple of 2 n_head={2 * self.n_head}, "
-                             f"n_head of n_kv_head={self.n_kv_head}")
+            raise ValueError(f"n_embd={self.n_embd} must be a multiple of 2 n_head="
+                             f"{2 * self.n_head}, n_head of n_kv_head={self.n_kv_head}")
 
 
 class KVCache:
@@ -63,7 +62,7 @@ class KVCache:
     def keep(self, rows):
         """Keep these of the rows just written (0 = the first of them), in this order."""
         rows, start = list(rows), self.length
-        if rows != list(range(len(rows))):  # the accepted path is scattered over the tree: compact it
+        if rows != list(range(len(rows))):  # the accepted path is scattered: compact it
             # subtle: indexing with a tensor copies before it writes, so overlap does no harm
             index = torch.tensor(rows, device=self.data.device) + start
             self.data[..., start:start + len(rows), :] = self.data[..., index, :]
@@ -71,8 +70,8 @@ class KVCache:
 
 
 class Block(nn.Module):
-    """Grouped-query attention with rotary positions, then SwiGLU; each behind an RMSNorm, no biases, and
-    added to the stream (Llama 2, section 2.2)."""
+    """Grouped-query attention with rotary positions, then SwiGLU; each behind an RMSNorm, no
+    biases, and added to the stream (Llama 2, section 2.2)."""
 
     def __init__(self, config):
         super().__init__()
@@ -93,7 +92,8 @@ class Block(nn.Module):
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, self.heads + 2 * self.kv_heads, -1)
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 2)
-        # rotary: each pair of channels is a complex number, turned by an angle that grows with position
+        # rotary: each pair of channels is a complex number, turned by an angle that grows with
+        # position
         pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2)).contiguous())
         qk = torch.view_as_real(pairs * rotary).flatten(-2)                   # (B, T, heads, size)
         q, k = qk.transpose(1, 2).split((self.heads, self.kv_heads), 1)
@@ -106,8 +106,8 @@ class Block(nn.Module):
 
 
 def additive(mask, T, past, like):
-    """Which of the new rows a row sees, (T, T) bool or None = causal -> what attention adds to its
-    scores over [kept rows | new rows], (T, past + T): 0 = seen, -inf = not. All see the kept rows."""
+    """mask: which new rows a row sees, (T, T) bool, None = causal -> what attention adds to its
+    scores over [kept rows | new rows], (T, past + T): 0 = seen, as kept rows are, -inf = not."""
     if T == 1:
         return None  # one row sees everything that lives
     if mask is None:
@@ -142,15 +142,15 @@ class GPT(nn.Module):
         """Hidden states after the final norm; `lm_head` turns them into logits.
 
         tokens (B, T). Without a cache: the whole context, causal. With one: T new rows behind the
-        kept ones, at `positions` (T,), default length, length + 1, ...; `mask` (T, T) bool says which
-        of the new rows a row sees, default causal; all rows see all kept rows. -> (B, T, C)
+        kept ones, at `positions` (T,), default length, length + 1, ...; `mask` (T, T) bool says
+        which of the new rows a row sees, default causal; all rows see all kept rows. -> (B, T, C)
         """
         T, past = tokens.shape[1], cache.length if cache is not None else 0
         if past + T > self.config.block_size and positions is None:
             raise ValueError(f"{past} + {T} tokens exceed block_size={self.config.block_size}")
         if positions is None:
             positions = slice(past, past + T)
-        rotary = torch.view_as_complex(self.rotary[positions]).unsqueeze(1)  # the same for all heads
+        rotary = torch.view_as_complex(self.rotary[positions]).unsqueeze(1)  # for all heads
         bias = additive(mask, T, past, self.rotary) if cache is not None else None
         x = self.wte(tokens)
         for i, block in enumerate(self.blocks):
@@ -161,18 +161,18 @@ class GPT(nn.Module):
 class Sampler:
     """The base model's choice of a token, the same for plain decoding and for verification.
 
-    The token at position p is argmax(filtered logits + temperature * g_p); g_p (V,) is Gumbel noise that
-    belongs to the position. The law is right: P(argmax_v l_v / t + g_v = v) = softmax(l / t)_v (Gumbel
-    1954; Maddison et al. 2014), and jointly so, since the g_p are independent of one another and of the
-    text before p, and each decides one emitted token. Drafts have no say: all nodes whose choice falls on
-    position p use the same g_p, however many there are. So a seed fixes the text, speculation or not.
+    The token at position p is argmax(filtered logits + temperature * g_p); g_p (V,) is Gumbel noise
+    that belongs to the position. The law is right: P(argmax_v l_v / t + g_v = v) = softmax(l / t)_v
+    (Gumbel 1954; Maddison et al. 2014), and jointly so, since the g_p are independent of one
+    another and of the text before p, and each decides one emitted token. Drafts have no say: all
+    nodes whose choice falls on p share g_p. So a seed fixes the text, speculation or not.
 
     temperature 0 = argmax, ties to the lowest id; top_k 0 = off; top_p above 0, 1 = off.
     """
 
     def __init__(self, temperature=0.0, top_k=0, top_p=1.0, seed=0):
         if not (0 <= temperature < torch.inf and top_k >= 0 and 0 < top_p <= 1):
-            raise ValueError(f"temperature={temperature}, top_k={top_k} or top_p={top_p} is out of range")
+            raise ValueError(f"{temperature=}, {top_k=} or {top_p=} is out of range")
         self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
 
     def start(self, position):
@@ -193,7 +193,7 @@ class Sampler:
         if self.temperature == 0:
             return F.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits)
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)  # ties as argmax has them
-        # subtle: the largest logit is taken off before dividing, so a tiny temperature can't overflow
+        # subtle: taking the largest off before dividing keeps a tiny temperature from overflowing
         ranked = (ranked - ranked[..., :1]) / self.temperature
         if self.top_k:
             ranked[..., self.top_k:] = -torch.inf
@@ -203,7 +203,7 @@ class Sampler:
         return torch.zeros_like(p).scatter_(-1, order, p / p.sum(-1, keepdim=True))
 
     def scores(self, logits, positions, penalty=torch.inf):
-        """logits (N, V), positions: N ints -> filtered, noisy scores; a drafter's penalty is finite."""
+        """logits (N, V), N positions -> filtered, noisy scores; drafters use a finite penalty."""
         if self.temperature == 0:
             return logits
         if self.top_k or self.top_p < 1:
@@ -211,7 +211,7 @@ class Sampler:
         return logits + self.temperature * torch.stack([self.gumbel(p, logits) for p in positions])
 
     def __call__(self, logits, positions):
-        """The choice for each row: logits (N, V), positions: N ints, the lowest first -> ids (N,)."""
+        """The choice for each row: logits (N, V), N positions, the lowest first -> ids (N,)."""
         if self.temperature:  # noise of positions that decoding has passed is forgotten
             self.noise = {p: g for p, g in self.noise.items() if p >= positions[0]}
         return self.scores(logits, positions).argmax(-1)
@@ -246,11 +246,11 @@ def load_file(path, device="cpu"):
     except FileNotFoundError:
         raise UserError(f"{path} isn't there: run `python train.py` first") from None
     except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, TypeError, ValueError):
-        raise UserError(f"{path} is cut short or no checkpoint: run `python train.py` anew") from None
+        raise UserError(f"{path} is cut short or no checkpoint: run `python train.py`") from None
 
 
 def unpack(content, path, device="cpu"):
-    """A GPT from a dict with "config" and "model", ready for decoding; anything missing is named."""
+    """A GPT from a dict with "config" and "model", ready to decode; what is missing is named."""
     try:
         model = GPT(GPTConfig(**content["config"]))
         model.load_state_dict(content["model"])

@@ -1,12 +1,13 @@
 """
 Byte-level BPE: trained here, run by tiktoken.
 
-Training starts from the 256 bytes and again and again fuses the most frequent pair of neighbours into a
-new token. Text is first cut into pre-tokens (a word, a number, a run of signs, a line break with its
-indentation), and no token ever crosses a cut. So it is enough to know each distinct pre-token and how
-often it came: 8 MB of source are 100,000 of them, and a fusion touches only those that hold the pair.
+Training starts from the 256 bytes and again and again fuses the most frequent pair of neighbours
+into a new token. Text is first cut into pre-tokens (a word, a number, a run of signs, a line break
+with its indentation), and no token ever crosses a cut. So it is enough to know each distinct
+pre-token and how often it came: 8 MB of source are 100,000 of them, and a fusion touches only those
+that hold the pair.
 
-    >>> merges = train_bpe({"aaab": 2, "ab": 1}, 258)     # (a, a) came 4 times, the most frequent pair
+    >>> merges = train_bpe({"aaab": 2, "ab": 1}, 258)     # (a, a) came 4 times, no pair more
     >>> [(bytes([a, b])) for a, b in merges[:1]]
     [b'aa']
     >>> Tokenizer(merges).encode("aaab")                  # 256 = aa, 257 = ab
@@ -19,9 +20,10 @@ from collections import Counter, defaultdict
 
 import tiktoken
 
-# A word with the space before it | up to three digits | signs | a line break and the indentation after
-# it | other blanks. Only explicit ASCII classes, so that Python's re (which counts here) and tiktoken's
-# regex engine (which encodes) cut alike; everything outside ASCII counts as part of a word.
+# A word with the space before it | up to three digits | signs | a line break and the indentation
+# after it | other blanks. Only explicit ASCII classes, so that Python's re (which counts here) and
+# tiktoken's regex engine (which encodes) cut alike; everything outside ASCII counts as part of a
+# word.
 WORD = r"[^\x00-@\[-^`{-\x7f]"
 SIGN = r"[\x21-/:-@\[-^`{-\x7f\x00-\x08\x0e-\x1f]"
 PATTERN = rf" ?{WORD}+| ?[0-9]{{1,3}}| ?{SIGN}+|\r?\n[ \t\r\n]*|[ \t\x0b\x0c\r]+"
@@ -37,11 +39,11 @@ def count_pretokens(texts):
 
 
 def train_bpe(counts, vocab_size):
-    """counts {pre-token: how often} -> list of (left id, right id), at most vocab_size - 256 of them.
+    """counts {pre-token: how often} -> list of (left id, right id), at most vocab_size - 256 of
+    them.
 
-    Fewer when the text allows no more. Ties go to the smaller pair, so the result depends on nothing
-    but the counts (Sennrich et al. 2016, with the bytes of GPT-2 as alphabet).
-    """
+    Fewer when the text allows no more. Ties go to the smaller pair, so the result depends on
+    nothing but the counts (Sennrich et al. 2016, with the bytes of GPT-2 as alphabet). """
     words = [(list(word.encode("utf-8")), n) for word, n in counts.items()]
     pairs, holders = Counter(), defaultdict(set)  # how often each pair comes, and in which words
     for index, (ids, n) in enumerate(words):
@@ -83,7 +85,7 @@ def fuse(words, pairs, holders, heap, pair, new):
             holders[now].add(index)
             if new in now:
                 changed.add(now)
-    for now in changed:  # other pairs can only have become rarer: the heap notices when they come up
+    for now in changed:  # other pairs only become rarer: the heap notices when they come up
         heapq.heappush(heap, (-pairs[now], now))
 
 
@@ -101,7 +103,8 @@ def replace(ids, pair, new):
 
 
 class Tokenizer:
-    """Ids 0..255 are bytes, then the merges in order, then the stop token that stands between files."""
+    """Ids 0..255 are bytes, then the merges in order, then the stop token that stands between
+    files."""
 
     def __init__(self, merges):
         self.merges = [(int(a), int(b)) for a, b in merges]
@@ -118,7 +121,8 @@ class Tokenizer:
         self.hash = hashlib.sha256(repr(self.merges).encode()).hexdigest()[:16]
 
     def encode(self, text):
-        """Ids of a text. What spells the stop token is plain text: nobody ends a text from within."""
+        """Ids of a text. What spells the stop token is plain text: nobody ends a text from
+        within."""
         return self.bpe.encode_ordinary(text)
 
     def decode_bytes(self, ids):

@@ -5,10 +5,9 @@ Train everything: corpus -> tokenizer -> base model -> heads, all into one folde
     python train.py --quick    # a toy in 90 seconds, for trying things
 
 The corpus is the source of the Python standard library that runs this program, so nothing has to be
-downloaded. Training is planned by the clock, not by steps: the learning rate falls to zero when the time
-is up, and a faster machine simply gets better models. What counts as held out is a fixed tenth of the
-files, which nothing here learns from: every number that is reported comes from there.
-"""
+downloaded. Training is planned by the clock, not by steps: the learning rate falls to zero when the
+time is up, and a faster machine simply gets better models. What counts as held out is a fixed tenth
+of the files, which nothing here learns from: every number that is reported comes from there. """
 import hashlib
 import platform
 import sys
@@ -26,7 +25,7 @@ from tokenizer import Tokenizer, count_pretokens, train_bpe
 from tree import Tree, generate, likely_paths
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "ensurepip",
-        "lib2to3", "pydoc_data", "turtledemo", "__pycache__"}  # tests, tables, bundled third parties
+        "lib2to3", "pydoc_data", "turtledemo", "__pycache__"}  # tests, tables, bundled
 EMBEDDING_RATE = 8  # times the learning rate of the matrices
 
 
@@ -34,7 +33,8 @@ EMBEDDING_RATE = 8  # times the learning rate of the matrices
 
 
 def list_files(data):
-    """data: None for the standard library, or a file or folder -> (root, paths in a fixed order)."""
+    """data: None for the standard library, or a file or folder -> (root, paths in a fixed
+    order)."""
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = (p for p in root.rglob("*.py") if not SKIP & set(p.relative_to(root).parts))
@@ -91,7 +91,8 @@ def encode_all(tokenizer, texts):
 
 
 def standard_prompts(tokenizer, texts, length, most=64):
-    """Up to `most` prompts of `length` tokens from the line starts of held-out texts, as lists of ids.
+    """Up to `most` prompts of `length` tokens from the line starts of held-out texts, as lists of
+    ids.
 
     Only such that their text encodes to the same ids again: they can be given on the command line.
     """
@@ -130,7 +131,8 @@ class Progress:
 
 
 def schedule(done, step, warm_up=20):
-    """Learning rate as a share of its peak: a short rise, a flat part, a straight fall to nearly zero."""
+    """Learning rate as a share of its peak: a short rise, a flat part, a straight fall to nearly
+    zero."""
     return min(1.0, (step + 1) / warm_up) * max(0.02, min(1.0, (1 - done) / 0.6))
 
 
@@ -141,7 +143,8 @@ def windows(ids, batch, length, generator):
 
 
 def fit(name, module, draw, loss_of, seconds, peak):
-    """AdamW for `seconds`; draw(share of the time that is gone) -> x; loss_of(x) -> (loss, text)."""
+    """AdamW for `seconds`; draw(share of the time that is gone) -> x; loss_of(x) -> (loss,
+    text)."""
     groups = {"matrices": [], "embedding": [], "others": []}
     for key, p in module.named_parameters():
         groups["others" if p.dim() < 2 else "embedding" if "wte" in key else "matrices"].append(p)
@@ -185,7 +188,7 @@ def held_out_loss(model, ids, tokens=60_000):
 def train_base(model, ids, args):
     generator = torch.Generator().manual_seed(args.seed)
 
-    def draw(done):  # at first twice as many windows of half the length: the near context comes first
+    def draw(done):  # at first twice as many windows of half the length: near context comes first
         half = 2 if done < 0.6 else 1
         return windows(ids, args.batch * half, args.length // half + 1, generator)
 
@@ -196,7 +199,8 @@ def train_base(model, ids, args):
 
 
 def train_heads(model, heads, ids, args):
-    """All sets of heads on the same batches: the frozen base model computes its hidden states once."""
+    """All sets of heads on the same batches: the frozen base model computes its hidden states
+    once."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(args.seed + 1)
 
@@ -207,7 +211,8 @@ def train_heads(model, heads, ids, args):
         with torch.no_grad():
             h = model(x)
         losses = {kind: h_.loss(h, x) for kind, h_ in heads.items()}
-        text = ", ".join(f"{kind} {each[0]:.2f}..{each[-1]:.2f}" for kind, (_, each) in losses.items())
+        text = ", ".join(f"{kind} {each[0]:.2f}..{each[-1]:.2f}"
+                         for kind, (_, each) in losses.items())
         return sum(loss for loss, _ in losses.values()), text
     fit("heads", torch.nn.ModuleDict(heads), draw, loss_of, args.heads_seconds, args.heads_lr)
 
@@ -218,8 +223,8 @@ def report(model, tokenizer, prompts, heads):
     for kind, h in heads.items():
         runs = [generate(model, prompt, h, tree, 64, tokenizer.stop) for prompt in prompts[:8]]
         tokens, steps = (sum(sum(r["accepted"]) for r in runs), sum(r["steps"] for r in runs))
-        print(f"{kind}: {tokens / max(1, steps):.2f} tokens per step on {len(runs)} held-out prompts, "
-              f"tree of {tree.size} nodes")
+        print(f"{kind}: {tokens / max(1, steps):.2f} tokens per step on {len(runs)} held-out "
+              f"prompts, tree of {tree.size} nodes")
     for prompt, run in zip(prompts[:1], runs):
         print(f"sample, after a prompt from a held-out file:\n{tokenizer.decode(prompt)}"
               f"\u2502{tokenizer.decode(run['ids'])}")
@@ -227,9 +232,9 @@ def report(model, tokenizer, prompts, heads):
 
 # the command
 
-SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 256,
-         "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 420, "heads_seconds": 240,
-         "seed": 0}
+SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2,
+         "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 420,
+         "heads_seconds": 240, "seed": 0}
 QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 30,
          "heads_seconds": 25}
 
@@ -243,9 +248,9 @@ def parse():
     parser.add_argument("--quick", action="store_true", help="a toy in 90 seconds")
     parser.add_argument("--resume", action="store_true", help="keep the base model that DIR holds")
     for name, value in SIZES.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=at_least(0 if name == "seed" else 1),
-                            default=value, metavar="N", help=f"default {value}, "
-                            f"with --quick {QUICK.get(name, value)}")
+        parser.add_argument("--" + name.replace("_", "-"), default=value,
+                            type=at_least(0 if name == "seed" else 1), metavar="N",
+                            help=f"default {value}, with --quick {QUICK.get(name, value)}")
     parser.add_argument("--lr", type=at_least(0, float), default=2e-3, help="peak, base model")
     parser.add_argument("--heads-lr", type=at_least(0, float), default=2e-3, help="peak, heads")
     if parser.parse_args().quick:
@@ -294,7 +299,8 @@ def main():
     model, tokenizer, prompts = make_base(args, texts, held)
     held_ids = encode_all(tokenizer, held).to(args.device)
     loss, size = held_out_loss(model, held_ids), sum(map(len, held))
-    print(f"held-out loss: {loss:.3f} nats a token, {loss * len(held_ids) / size:.3f} nats a character")
+    print(f"held-out loss: {loss:.3f} nats a token, "
+          f"{loss * len(held_ids) / size:.3f} nats a character")
     heads = {kind: Heads(model).to(args.device) for kind, Heads in KINDS.items()}
     train_heads(model, heads, encode_all(tokenizer, texts).to(args.device), args)
     for kind, h in heads.items():

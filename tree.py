@@ -2,19 +2,20 @@
 Speculative decoding with a tree: candidate tree, drafting, verification, the decode loop.
 
 A *drafter* guesses what comes next, several ways at once; the guesses form a tree whose root is the
-token that the base model has already chosen. One base-model call computes all nodes side by side, each
-seeing only its ancestors (tree attention, Medusa section 2.1.2), and the *walk* keeps the path that the
-base model itself would have taken. Plain decoding is the same loop with the empty tree: only the root.
+token that the base model has already chosen. One base-model call computes all nodes side by side,
+each seeing only its ancestors (tree attention, Medusa section 2.1.2), and the *walk* keeps the path
+that the base model itself would have taken. Plain decoding is the same loop with the empty tree:
+only the root.
 
 A drafter is three methods and a number; this is all that Medusa, Hydra and Lookup have in common:
 
-    start(h, tokens, position)    hidden states (a, C) of the a tokens just accepted, those tokens (a,),
-                                  and the position of the first; position 0 begins a new text.
-                                  -> the state drafting starts from, one row
-    extend(depth, state, tokens)  the state, one row a parent, after these tokens (parents,) were put on
-                                  the path; depth 0 is the root. None = nothing to propose from here on
-    logits(depth, state)          (rows, V): scores for the children of nodes at this depth. A single
-                                  row means that all parents share it
+    start(h, tokens, position)    hidden states (a, C) of the a tokens just accepted, those tokens
+                                  (a,), and the position of the first; position 0 begins a new
+                                  text. -> the state drafting starts from, one row
+    extend(depth, state, tokens)  the state, one row a parent, after these tokens (parents,) joined
+                                  the path; depth 0 is the root. None = nothing to propose
+    logits(depth, state)          (rows, V): scores for the children of nodes at this depth. A
+                                  single row means that all parents share it
     max_depth                     how deep a tree it can fill
 
 A state is whatever can be indexed by row. N nodes, root included; D depth; V vocabulary.
@@ -30,8 +31,9 @@ from model import KVCache, Sampler
 class Tree:
     """A candidate tree from paths of ranks, the same at every step.
 
-    The path (2, 0) is the best guess after the third best guess after the root. Every parent has to be
-    there. Nodes are numbered breadth first, so that a tree cut at a depth is a prefix of its nodes.
+    The path (2, 0) is the best guess after the third best guess after the root. Every parent has to
+    be there. Nodes are numbered breadth first, so that a tree cut at a depth is a prefix of its
+    nodes.
 
         >>> tree = Tree([(0,), (1,), (0, 0)])
         >>> tree.parent, tree.depth, tree.children
@@ -49,7 +51,8 @@ class Tree:
         self.children = [[] for _ in node]
         for i, up in enumerate(self.parent[1:], 1):
             self.children[up].append(i)
-        self.max_depth, self.max_rank = self.depth[-1], max((path[-1] for path in self.paths), default=-1)
+        self.max_depth = self.depth[-1]
+        self.max_rank = max((path[-1] for path in self.paths), default=-1)
         self.depths = torch.tensor(self.depth, device=device)
         self.mask = torch.eye(self.size, dtype=torch.bool)  # a node sees itself and its ancestors
         for i, up in enumerate(self.parent[1:], 1):
@@ -60,7 +63,8 @@ class Tree:
 
     def level(self, depth, node):
         """How to get from depth to depth + 1, as index tensors over the parents at this depth:
-        their nodes, their own parents' places in the level above, and each child's (place, rank)."""
+        their nodes, their own parents' places in the level above, and each child's (place,
+        rank)."""
         def parents(d):
             return [i for i, at in enumerate(self.depth) if at == d and self.children[i]]
         here, above = parents(depth), parents(depth - 1)
@@ -72,7 +76,8 @@ class Tree:
                   for x in (here, up, place, rank)), max(rank) + 1)
 
     def cut(self, depth, width=None):
-        """The tree down to this depth, and with ranks below `width` (what a drafter can propose)."""
+        """The tree down to this depth, and with ranks below `width` (what a drafter can
+        propose)."""
         width = self.max_rank + 1 if width is None else width
         if depth >= self.max_depth and width > self.max_rank:
             return self
@@ -110,8 +115,9 @@ def full(depth, width):
 
 
 def likely_paths(count, depth, accept=(0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01)):
-    """The `count` likeliest paths if the guess of rank r were right with chance accept[r], whatever came
-    before (the product rule of Medusa, section 2.3.3): a sane tree where nothing was counted."""
+    """The `count` likeliest paths if the guess of rank r were right with chance accept[r], whatever
+    came before (the product rule of Medusa, section 2.3.3): a sane tree where nothing was
+    counted."""
     paths, heap = [], [(-accept[0], (0,))]
     while heap and len(paths) < count:
         p, path = heapq.heappop(heap)
@@ -130,10 +136,10 @@ PENALTY = 1e4  # what the filters block comes last in a drafter's ranking, but s
 def draft(drafter, tree, state, root, choose=None, position=0):
     """Fill the tree, one batched call a level -> tokens (n,) of its first n nodes.
 
-    n < N where the drafter has nothing more to propose. state: one row; root: (1,) its token; position:
-    the root's. With the base model's `choose` the guesses are ranked with the very noise that will
-    decide at their position, so that a drafter that agrees with the model agrees with its dice too.
-    """
+    n < N where the drafter has nothing more to propose. state: one row; root: (1,) its token;
+    position: the root's. With the base model's `choose` the guesses are ranked with the very noise
+    that will decide at their position, so that a drafter that agrees with the model agrees with its
+    dice too. """
     tokens = level_tokens = root
     first = 0  # number of the first node of the level
     for depth, (parents, up, place, rank, width) in enumerate(tree.levels):
@@ -155,9 +161,9 @@ def draft(drafter, tree, state, root, choose=None, position=0):
 def walk(tree, tokens, choice):
     """The nodes on the base model's own path, from the root on: [0] where no draft was right.
 
-    tokens[i] is the token at node i, choice[i] the base model's token after node i. So the new tokens
-    are choice[i] for i in the path: the accepted drafts and one more, the bonus, which is the next root.
-    """
+    tokens[i] is the token at node i, choice[i] the base model's token after node i. So the new
+    tokens are choice[i] for i in the path: the accepted drafts and one more, the bonus, which is
+    the next root. """
     path, node = [0], 0
     while True:
         node = next((c for c in tree.children[node] if tokens[c] == choice[node]), None)
@@ -169,9 +175,9 @@ def walk(tree, tokens, choice):
 def typical_walk(tree, tokens, logits, choose, epsilon=0.09, delta=0.3):
     """The lossy rule of Medusa (section 2.3.1): accept what is plausible, not what the model chose.
 
-    A draft x passes where p(x) > min(epsilon, delta exp(-H(p))), p being the base model's distribution
-    at its parent after temperature and filters. -> the deepest passing path, ties to the lower ranks.
-    """
+    A draft x passes where p(x) > min(epsilon, delta exp(-H(p))), p being the base model's
+    distribution at its parent after temperature and filters. -> the deepest passing path, ties to
+    the lower ranks. """
     p = choose.law(logits)
     entropy = -torch.special.xlogy(p, p).sum(-1)
     bar = (delta * torch.exp(-entropy)).clamp(max=epsilon)[tree.parent[1:]]
@@ -184,15 +190,14 @@ def typical_walk(tree, tokens, logits, choose, epsilon=0.09, delta=0.3):
 
 
 @torch.inference_mode()  # as decorator: inside a generator a `with` would leak to the caller
-def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choose=Sampler(), noise=True,
-           typical=False):
+def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choose=Sampler(),
+           noise=True, typical=False):
     """Yield lists of new tokens: first the one that the prompt's forward gives, then each step's.
 
-    prompt: ids, 1 to block_size of them. Ends after `stop`, after `limit` tokens or at the end of the
-    context; the last token is emitted and never fed. The text doesn't depend on drafter and tree; nor on
-    `noise`, which says whether drafts are ranked with the sampler's noise. `typical`: see typical_walk.
-    ValueError where the tree is deeper than the drafter can fill.
-    """
+    prompt: ids, 1 to block_size of them. Ends after `stop`, after `limit` tokens or at the end of
+    the context; the last token is emitted and never fed. The text doesn't depend on drafter and
+    tree; nor on `noise`, which says whether drafts are ranked with the sampler's noise. `typical`:
+    see typical_walk. ValueError where the tree is deeper than the drafter can fill. """
     room = check_call(model, prompt, drafter, tree, limit)
     if room == 0:
         return
@@ -251,7 +256,8 @@ def check_call(model, prompt, drafter, tree, limit):
 
 
 def generate(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, show=None, **options):
-    """Run `decode(model, prompt, ...)` to its end, timing it alone -> dict with the fields of --json that belong to it.
+    """Run `decode(model, prompt, ...)` to its end, timing it alone -> dict with the fields of
+    --json that belong to it.
 
     `show`, if given, is called with the new tokens as they come; its time isn't counted.
     """
@@ -277,9 +283,9 @@ def generate(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, sho
 class Lookup:
     """The drafter that needs no training: what followed the last time these tokens stood here.
 
-    Prompt lookup decoding (Saxena 2023): of the last three, two or one tokens, the longest run seen before
-    decides. It proposes a chain; copying is free, so it is the yardstick for everything trained.
-    """
+    Prompt lookup decoding (Saxena 2023): of the last three, two or one tokens, the longest run seen
+    before decides. It proposes a chain; copying is free, so it is the yardstick for everything
+    trained. """
 
     def __init__(self, vocab_size, max_depth=8, longest=3):
         self.vocab_size, self.max_depth, self.longest = vocab_size, max_depth, longest

@@ -8,8 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-# deadline=None: CI machines stall; derandomize: the same cases every time. HYDRA_CASES=50 runs that many
-# times more of them, other ones at each run.
+# deadline=None: CI machines stall; derandomize: the same cases every time. HYDRA_CASES=50 runs
+# that many times more of them, other ones at each run.
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for one another
 more = int(os.environ.get("HYDRA_CASES", "1"))
 hypothesis.settings.register_profile("hydra", deadline=None, derandomize=more == 1, database=None,
@@ -19,7 +19,8 @@ hypothesis.settings.load_profile("hydra")
 
 @pytest.fixture(autouse=True)
 def float64():
-    """All tests compute in float64, where "equal" means equal; commands run in processes of their own."""
+    """All tests compute in float64, where "equal" means equal; commands run in processes of their
+    own."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -28,7 +29,8 @@ def float64():
 
 @pytest.fixture(scope="session")
 def out(tmp_path_factory):
-    """A folder trained for some seconds, of --quick size, in float32, on the text of this project."""
+    """A folder trained for some seconds, of --quick size, in float32, on the text of this
+    project."""
     import train
     from helpers import ROOT, run
     folder = tmp_path_factory.mktemp("run")

@@ -39,8 +39,8 @@ def small_model(seed=0, n_layer=2, n_head=4, n_kv_head=2, size=4, V=11, block_si
 
 
 def random_heads(Heads, model, seed=0, **options):
-    """Heads with random weights everywhere, so that nothing is hidden behind a zero; every second pair
-    of Hydra heads drafts with its tables."""
+    """Heads with random weights everywhere, so that nothing is hidden behind a zero; every second
+    pair of Hydra heads drafts with its tables."""
     heads, generator = Heads(model, **options), torch.Generator().manual_seed(seed)
     for p in heads.parameters():
         torch.nn.init.normal_(p, std=0.3, generator=generator)
@@ -68,7 +68,8 @@ def trees(draw, max_depth=4, max_rank=2, max_nodes=12):
 
 
 class Oracle:
-    """A drafter that knows the text to come: its guess is right with the given chance, at each level.
+    """A drafter that knows the text to come: its guess is right with the given chance, at each
+    level.
 
     chance 1 is the perfect drafter, 0 the one that is always wrong (the right token comes last).
     """
@@ -118,8 +119,9 @@ class Itself:
         return self.model.lm_head(self.model(torch.cat((text, state), 1))[:, -1]) + self.skew
 
 
-samplers = st.builds(m.Sampler, st.sampled_from([0.0, 1e-8, 0.3, 0.8, 1.0, 2.0]), st.integers(0, 13),
-                     st.sampled_from([1.0, 0.95, 0.6, 0.1, 1e-9]), st.integers(0, 2**40))
+samplers = st.builds(m.Sampler, st.sampled_from([0.0, 1e-8, 0.3, 0.8, 1.0, 2.0]),
+                     st.integers(0, 13), st.sampled_from([1.0, 0.95, 0.6, 0.1, 1e-9]),
+                     st.integers(0, 2**40))
 
 
 class Random:

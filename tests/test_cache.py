@@ -14,7 +14,8 @@ TREES = [t.chain(1), t.chain(3), t.full(2, 2), [(0,), (1,), (1, 0), (1, 1), (1, 
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Append, verify, keep a path or a part of it, take nothing, start anew; poison what isn't kept."""
+    """Append, verify, keep a path or a part of it, take nothing, start anew; poison what isn't
+    kept."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +35,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.keep(range(len(tokens)))
         self.text += tokens
         self.pending = None
-        assert torch.allclose(h, self.model(torch.tensor([self.text]))[0, -len(tokens):], rtol=0, atol=1e-10)
+        assert torch.allclose(h, self.model(torch.tensor([self.text]))[0, -len(tokens):],
+                              rtol=0, atol=1e-10)
 
     @precondition(lambda self: self.room() >= 4)
     @rule(paths=st.sampled_from(TREES), data=st.data())
@@ -73,16 +75,19 @@ class CacheMachine(RuleBasedStateMachine):
             fresh = m.KVCache(self.model, 40)
             self.model(torch.tensor([self.text]), fresh)
             live = slice(0, len(self.text))
-            assert torch.allclose(self.cache.data[..., live, :], fresh.data[..., live, :], rtol=0, atol=1e-10)
+            assert torch.allclose(self.cache.data[..., live, :], fresh.data[..., live, :],
+                                  rtol=0, atol=1e-10)
 
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(max_examples=60 * CASES, stateful_step_count=20)
 
 
-@pytest.mark.parametrize("fault", [lambda cache, rows: setattr(cache, "length", cache.length + len(rows)),
-                                   lambda cache, rows: KEEP(cache, sorted(rows, reverse=True)),
-                                   lambda cache, rows: KEEP(cache, [*rows, rows[-1]])])
+@pytest.mark.parametrize("fault", [
+    lambda cache, rows: setattr(cache, "length", cache.length + len(rows)),
+    lambda cache, rows: KEEP(cache, sorted(rows, reverse=True)),
+    lambda cache, rows: KEEP(cache, [*rows, rows[-1]]),
+])
 def test_control_a_faulty_keep_is_noticed(fault, monkeypatch):
     monkeypatch.setattr(m.KVCache, "keep", lambda cache, rows: fault(cache, list(rows)))
     machine = CacheMachine()

@@ -14,8 +14,8 @@ import train
 
 BUDGET = dict(model=260, tokenizer=160, tree=330, medusa=180, hydra=340, vocabtrim=180, train=360,
               bench=360)
-TINY = ["--vocab-size", "300", "--n-layer", "1", "--n-embd", "32", "--n-inner", "32", "--block-size", "48",
-        "--length", "24", "--base-seconds", "1", "--heads-seconds", "1"]
+TINY = ["--vocab-size", "300", "--n-layer", "1", "--n-embd", "32", "--n-inner", "32",
+        "--block-size", "48", "--length", "24", "--base-seconds", "1", "--heads-seconds", "1"]
 
 
 def sentence(capsys):
@@ -33,8 +33,9 @@ def test_same_ids_for_all_heads_and_trees(out, monkeypatch, capsys):
                        f"--tree={tree}", "--json", "--max-new-tokens", 20)
             assert code == 0
             result = json.loads(capsys.readouterr().out)
-            assert set(result) == {"prompt_ids", "ids", "text", "finish", "steps", "tokens_per_step",
-                                   "accepted", "seconds", "prompt_seconds", "heads", "tree_nodes", "trim"}
+            assert set(result) == {"prompt_ids", "ids", "text", "finish", "steps",
+                                   "tokens_per_step", "accepted", "seconds", "prompt_seconds",
+                                   "heads", "tree_nodes", "trim"}
             assert sum(result["accepted"]) == len(result["ids"]) - 1
             assert (result["heads"], result["trim"]) == (heads, 0)
             assert heads != "none" or set(result["accepted"]) == {1}
@@ -47,15 +48,17 @@ def test_a_seed_fixes_the_text_with_and_without_heads(out, monkeypatch, capsys):
     for seed in (7, 8):
         for heads in ("none", "lookup", "medusa", "hydra"):
             for tree in ("chain", "16"):
-                assert run(monkeypatch, hydra, "--prompt", "def f(", "--out", out, "--heads", heads, "--tree",
-                           tree, "--seed", seed, "--temperature", "0.8", "--top-p=0.95", "--json") == 0
+                assert run(monkeypatch, hydra, "--prompt", "def f(", "--out", out, "--heads", heads,
+                           "--tree", tree, "--seed", seed, "--temperature", "0.8", "--top-p=0.95",
+                           "--json") == 0
                 ids = json.loads(capsys.readouterr().out)["ids"]
                 assert texts.setdefault(seed, ids) == ids
     assert texts[7] != texts[8]
 
 
 def test_typical_says_that_it_is_lossy(out, monkeypatch, capsys):
-    assert run(monkeypatch, hydra, "--prompt", "x", "--out", out, "--typical", "--temperature", "1") == 0
+    assert run(monkeypatch, hydra, "--prompt", "x", "--out", out, "--typical",
+               "--temperature", "1") == 0
     assert "lossy" in capsys.readouterr().err.splitlines()[0]
 
 
@@ -92,7 +95,8 @@ def test_streamed_bytes_become_whole_characters(capsys):
     (["--prompt", "x", "--tree", "[[0],[0]]"], "path [0] is there twice"),
     (["--prompt", "x", "--tree", "[0]"], "no list of lists"),
     (["--prompt", "x", "--tree", "bush"], "say auto, chain"),
-    (["--prompt", "x", "--tree", "[[0],[0,0],[0,0,0],[0,0,0,0],[0,0,0,0,0]]"], "deeper than the 4 heads"),
+    (["--prompt", "x", "--tree", "[[0],[0,0],[0,0,0],[0,0,0,0],[0,0,0,0,0]]"],
+     "deeper than the 4 heads"),
     (["--prompt", "x", "--tree", "[[9999]]"], "rank 9999"),
     (["--prompt", "x", "--bush"], "--bush"),
     (["--prompt", "x", "--temperature", "-0.1"], "-0.1 isn't a number from 0 up"),
@@ -120,8 +124,10 @@ def test_damaged_folders(out, tmp_path, monkeypatch, capsys):
     assert run(monkeypatch, hydra, "--prompt", "x", "--out", tmp_path, "--json") == 0  # plain, then
     assert json.loads(capsys.readouterr().out)["heads"] == "none"
     refused("hydra.pt isn't there", "--heads", "hydra")
-    for change, message in [({"base": "0"}, "another base model"), ({"tokenizer": "0"}, "another base model"),
-                            ({"options": {"n_head": 3}}, "doesn't fit"), ({"heads": {}}, "doesn't fit")]:
+    for change, message in [({"base": "0"}, "another base model"),
+                            ({"tokenizer": "0"}, "another base model"),
+                            ({"options": {"n_head": 3}}, "doesn't fit"),
+                            ({"heads": {}}, "doesn't fit")]:
         torch.save({**heads, **change}, tmp_path / "hydra.pt")
         refused(message)
 
@@ -143,7 +149,8 @@ def test_training_mistakes_write_nothing(tmp_path, monkeypatch, capsys):
 def test_resume_keeps_the_base_model(out, tmp_path, monkeypatch, capsys):
     (tmp_path / "base.pt").write_bytes((out / "base.pt").read_bytes())
     data = out.parent / "data.txt"
-    assert run(monkeypatch, train, "--data", data, "--out", tmp_path, "--resume", *TINY[:-1], "1") == 0
+    assert run(monkeypatch, train, "--data", data, "--out", tmp_path, "--resume",
+               *TINY[:-1], "1") == 0
     assert (tmp_path / "base.pt").read_bytes() == (out / "base.pt").read_bytes()
     assert run(monkeypatch, hydra, "--prompt", "x", "--out", tmp_path, "--heads", "medusa") == 0
 
@@ -166,12 +173,13 @@ def test_hold_out_is_a_fixed_tenth():
 
 def test_plain_process_ascii_pipe_and_empty_home(out, tmp_path):
     """As a user runs it: no home, an ASCII terminal, output cut off by `head`."""
-    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0",
-                   "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONIOENCODING": "ascii",
+                   "PYTHONUTF8": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, str(ROOT / "hydra.py"), "--prompt", "é漢\udc80", "--out", str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, cwd=tmp_path)
     assert done.returncode == 0 and b"Traceback" not in done.stderr
-    pipe = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipe = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
     pipe.stdout.close()
     assert b"Traceback" not in pipe.stderr.read() and pipe.wait() == 0
     pipe.stderr.close()

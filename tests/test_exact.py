@@ -1,12 +1,13 @@
 """
 The promise: whatever drafts, and whatever the tree, the text is the naive decoder's, id for id.
 
-Everything here is in float64, so "equal" is meant literally. Each property has controls: a fault planted
-from outside, through a seam, that must turn it red. A test that can't fail proves nothing.
+Everything here is in float64, so "equal" is meant literally. Each property has controls: a fault
+planted from outside, through a seam, that must turn it red. A test that can't fail proves nothing.
 """
 import pytest
 import torch
-from helpers import CASES, Itself, Oracle, Random, models, random_heads, samplers, small_model, trees
+from helpers import (CASES, Itself, Oracle, Random, models, random_heads, samplers, small_model,
+                     trees)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,19 +30,21 @@ DRAFTERS = {
 
 
 def check(model, prompt, limit, stop, tree, name, seed=0, choose=m.Sampler(), noise=True):
-    """Decode with this drafter and tree, compare with the naive decoder, check the count of steps."""
+    """Decode with this drafter and tree, compare with the naive decoder, check the count of
+    steps."""
     V = model.config.vocab_size
     naive = m.naive_generate(model, prompt, limit, stop, choose)
     # the oracles also know what would come after the end
     text = prompt + m.naive_generate(model, prompt, model.config.block_size, choose=choose)
     tree = tree.cut(9, V - 1 if name == "wrong" else V)  # the wrong drafter's last rank is right
     drafter = DRAFTERS[name](model, text, seed)
-    result = t.generate(model, prompt, drafter, tree.cut(drafter.max_depth), limit, stop, choose=choose,
-                        noise=noise)
+    result = t.generate(model, prompt, drafter, tree.cut(drafter.max_depth), limit, stop,
+                        choose=choose, noise=noise)
     assert result["ids"] == naive
     assert sum(result["accepted"]) == max(0, len(naive) - 1)
     room = min(limit, model.config.block_size - len(prompt))
-    assert result["finish"] == ("stop" if stop in naive else "length" if limit <= room else "context")
+    assert result["finish"] == ("stop" if stop in naive else
+                                "length" if limit <= room else "context")
     if name == "wrong":
         assert set(result["accepted"]) <= {1}
     return result
@@ -117,9 +120,11 @@ FAULTS = {
     "the cache isn't compacted": lambda p: p.setattr(m.KVCache, "keep", only_count),
     "the drafter's noise is off by one": lambda p: p.setattr(
         m.Sampler, "scores", later_noise(m.Sampler.scores)),
-    "noise is drawn afresh": lambda p: p.setattr(m.Sampler, "scores", fresh_noise(m.Sampler.scores)),
+    "noise is drawn afresh": lambda p: p.setattr(
+        m.Sampler, "scores", fresh_noise(m.Sampler.scores)),
     "the drafter ignores the noise": lambda p: p.setattr(
-        t, "draft", lambda d, tree, state, root, choose, L, draft=t.draft: draft(d, tree, state, root)),
+        t, "draft",
+        lambda d, tree, state, root, choose, L, draft=t.draft: draft(d, tree, state, root)),
 }
 
 
@@ -131,14 +136,16 @@ def test_control_a_planted_fault_is_noticed(fault, monkeypatch):
 
 
 def test_control_the_wrong_drafter_is_needed_to_see_wasted_steps():
-    """The count of steps is checked as well: a drafter that is right must not pass for a wrong one."""
+    """The count of steps is checked as well: a drafter that is right must not pass for a wrong
+    one."""
     model = small_model(1)
     text = PROMPT + m.naive_generate(model, PROMPT, 20)
     result = t.generate(model, PROMPT, Oracle(text, 11, 1.0), TREE, 20)
     assert not set(result["accepted"]) <= {1}
 
 
-@pytest.mark.parametrize("paths", [[], t.chain(1), t.chain(4), t.full(2, 3), [(0,), (1,), (1, 0), (1, 0, 0)]])
+@pytest.mark.parametrize("paths", [[], t.chain(1), t.chain(4), t.full(2, 3),
+                                   [(0,), (1,), (1, 0), (1, 0, 0)]])
 def test_perfect_drafts_take_the_fewest_steps(paths):
     """D + 1 tokens a step, ceil((n - 1) / (D + 1)) steps, cut exactly at every limit."""
     model = small_model(5, block_size=60)
@@ -195,7 +202,8 @@ def test_objects_are_reused_cleanly():
 
 
 def test_token_id_0_is_an_ordinary_token():
-    """A model that says 0 for ever, leaves at different depths: nothing is accepted beyond a leaf."""
+    """A model that says 0 for ever, leaves at different depths: nothing is accepted beyond a
+    leaf."""
     model = small_model(3, tied=False)
     model.lm_head.weight.zero_()  # all scores equal: the lowest id wins, everywhere alike
     tree = t.Tree([(0,), (1,), (1, 0), (1, 0, 0), (2,)])
@@ -206,12 +214,14 @@ def test_token_id_0_is_an_ordinary_token():
 def test_siblings_with_the_same_token_are_walked_once():
     tree = t.Tree([(0,), (1,), (0, 0), (1, 0)])
     assert t.walk(tree, [5, 7, 7, 8, 9], [7, 8, 9, 1, 2]) == [0, 1, 3]
-    assert t.walk(tree, [5, 6, 7, 8, 9], [7, 8, 9, 1, 2]) == [0, 2, 4]  # the second choice was right
+    # the second choice was right
+    assert t.walk(tree, [5, 6, 7, 8, 9], [7, 8, 9, 1, 2]) == [0, 2, 4]
     assert t.walk(tree, [5, 6, 7, 8, 9], [4, 8, 9, 1, 2]) == [0]
 
 
 def test_drafting_starts_from_the_accepted_rows():
-    """`start` gets the hidden states of a plain forward over the whole text so far, and its tokens."""
+    """`start` gets the hidden states of a plain forward over the whole text so far, and its
+    tokens."""
     model = small_model(6, block_size=60)
     text = PROMPT + m.naive_generate(model, PROMPT, 40)
 
@@ -250,7 +260,8 @@ def test_training_mode_changes_nothing():
 
 
 def test_the_callers_modes_are_left_alone():
-    """decode is a generator: between its tokens the caller must not find itself in inference mode."""
+    """decode is a generator: between its tokens the caller must not find itself in inference
+    mode."""
     for _ in t.decode(small_model(1), PROMPT, limit=3):
         assert not torch.is_inference_mode_enabled()
 

@@ -1,8 +1,9 @@
 """
 Float32, end to end, on a trained model: equal, or differing first at a near-tie.
 
-Two scores closer than bench.NEAR_TIE may change places, since a row computed among others differs in its
-last bits from the row alone. The difference of rows is measured here too, and has to lie far below.
+Two scores closer than bench.NEAR_TIE may change places, since a row computed among others differs
+in its last bits from the row alone. The difference of rows is measured here too, and has to lie
+far below.
 """
 import pytest
 import torch
@@ -60,6 +61,7 @@ def test_heads_give_more_than_one_token_a_step(trained):
     model, prompts, drafters = trained
     rate = {}
     for name in ("medusa", "hydra"):
-        runs = [t.generate(model, p, drafters[name], t.Tree(t.likely_paths(15, 4)), 80) for p in prompts[:8]]
+        runs = [t.generate(model, p, drafters[name], t.Tree(t.likely_paths(15, 4)), 80)
+                for p in prompts[:8]]
         rate[name] = sum(sum(r["accepted"]) for r in runs) / sum(r["steps"] for r in runs)
     assert 1.1 < rate["medusa"] < rate["hydra"], rate

@@ -83,7 +83,8 @@ def test_only_hydra_looks_at_the_path():
     model = small_model(4)
     for Heads, rows in ((Medusa, 1), (Hydra, 2)):
         heads = random_heads(Heads, model)
-        state = heads.extend(0, heads.start(torch.randn(1, 16), torch.tensor([1]), 0), torch.tensor([2]))
+        state = heads.extend(0, heads.start(torch.randn(1, 16), torch.tensor([1]), 0),
+                             torch.tensor([2]))
         logits = heads.logits(1, heads.extend(1, state, torch.tensor([3, 4])))
         assert len(logits) == rows
         assert rows == 1 or (logits[0] - logits[1]).abs().max() > 0.01

@@ -33,7 +33,8 @@ def numpy_forward(model, tokens):
 
     x = w["wte.weight"][tokens]
     for layer in range(c.n_layer):
-        block = {n[len(f"blocks.{layer}."):]: p for n, p in w.items() if n.startswith(f"blocks.{layer}.")}
+        block = {n[len(f"blocks.{layer}."):]: p for n, p in w.items()
+                 if n.startswith(f"blocks.{layer}.")}
         qkv = norm(x, block["norm_1.weight"]) @ block["qkv.weight"].T
         y = np.zeros_like(x)
         for head in range(c.n_head):
@@ -42,7 +43,8 @@ def numpy_forward(model, tokens):
             k = qkv[:, (c.n_head + group) * size:][:, :size]
             v = qkv[:, (c.n_head + c.n_kv_head + group) * size:][:, :size]
             for i in range(len(tokens)):
-                scores = np.array([turn(q[i], i) @ turn(k[j], j) for j in range(i + 1)]) / np.sqrt(size)
+                scores = np.array([turn(q[i], i) @ turn(k[j], j)
+                                   for j in range(i + 1)]) / np.sqrt(size)
                 p = np.exp(scores - scores.max())
                 y[i, head * size:(head + 1) * size] = p / p.sum() @ v[:i + 1]
         x = x + y @ block["proj.weight"].T
@@ -93,7 +95,8 @@ def test_every_node_sees_its_own_path(model, tree, data):
     """Hidden states of all nodes of a branching tree = a plain forward over prefix and path."""
     V = model.config.vocab_size
     torch.manual_seed(data.draw(st.integers(0, 99)))
-    prefix, tokens = torch.randint(V, (data.draw(st.integers(0, 3)),)), torch.randint(V, (tree.size,))
+    prefix = torch.randint(V, (data.draw(st.integers(0, 3)),))
+    tokens = torch.randint(V, (tree.size,))
     cache = m.KVCache(model, 8 + tree.size)
     if len(prefix):
         model(prefix[None], cache)
@@ -165,7 +168,8 @@ def test_checkpoint_round_trip_and_damage(tmp_path, monkeypatch):
     refused("run `python train.py` first")
     path.write_bytes(whole)
     content = m.load_file(path)
-    lacking = {**content, "model": {k: v for k, v in content["model"].items() if "blocks.1.qkv" not in k}}
+    lacking = {**content, "model": {k: v for k, v in content["model"].items()
+                                    if "blocks.1.qkv" not in k}}
     refused("blocks.1.qkv", lacking)
     refused("blocks.2", {**content, "config": {**content["config"], "n_layer": 3}})
     refused("wte.weight", {**content, "config": {**content["config"], "vocab_size": 12}})

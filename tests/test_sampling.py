@@ -1,9 +1,9 @@
 """
 Sampling follows the base model's law, and the seed fixes the text.
 
-Tests of the law compare frequencies of whole short texts with exact enumeration by chi-square. They fail
-where the chance of so bad a fit is below 1e-6: with new seeds every time, a right program would fail
-each of them once in a million runs; as the seeds are fixed, it passes always or never.
+Tests of the law compare frequencies of whole short texts with exact enumeration by chi-square.
+They fail where the chance of so bad a fit is below 1e-6: with new seeds every time, a right program
+would fail each of them once in a million runs; as the seeds are fixed, it passes always or never.
 """
 import itertools
 import math
@@ -44,7 +44,8 @@ def exact_law(model, choose, length):
 
 
 def misfit(counts, law, runs):
-    """The chance that counts drawn from the law fit it as badly (chi-square, cells under 5 joined)."""
+    """The chance that counts drawn from the law fit it as badly (chi-square, cells under 5
+    joined)."""
     assert set(counts) <= set(law)  # what the filters cut never comes
     cells, rest = [], [0, 0.0]
     for text, p in law.items():
@@ -117,7 +118,8 @@ def test_textbook_rule_accepts_one_minus_total_variation():
     """One draft: accepted with chance 1 - TV(p, q) on average, and always where q = p."""
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
     generator, n = torch.Generator().manual_seed(0), 4000
-    hits = sum(len(accept_chain(torch.stack([p, p]), [q], [int(torch.multinomial(q, 1, generator=generator))],
+    hits = sum(len(accept_chain(torch.stack([p, p]), [q],
+                                [int(torch.multinomial(q, 1, generator=generator))],
                                 generator)) == 2 for _ in range(n))
     assert abs(hits / n - 0.6) < 5 * math.sqrt(0.6 * 0.4 / n)
     assert len(accept_chain(torch.stack([p, p, p]), [p, p], [0, 2], generator)) == 3
@@ -125,7 +127,8 @@ def test_textbook_rule_accepts_one_minus_total_variation():
 
 def test_seed_fixes_the_text():
     model = small_model(3, block_size=60)
-    texts = {seed: m.naive_generate(model, PROMPT, 40, choose=m.Sampler(1.0, seed=seed)) for seed in (0, 1)}
+    texts = {seed: m.naive_generate(model, PROMPT, 40, choose=m.Sampler(1.0, seed=seed))
+             for seed in (0, 1)}
     assert texts[0] != texts[1]
     choose = m.Sampler(1.0, seed=1)
     for _ in range(2):  # twice on the same object
@@ -196,8 +199,8 @@ def test_gumbel_noise_is_gumbel():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.7}])
 def test_who_agrees_with_the_model_agrees_with_its_dice(temperature, filters):
-    """The base model as drafter has D + 1 tokens at every step, at any temperature; blind to the noise it
-    would not. The filters don't come between them."""
+    """The base model as drafter has D + 1 tokens at every step, at any temperature; blind to the
+    noise it would not. The filters don't come between them."""
     model, depth = small_model(6, block_size=60), 3
     choose = m.Sampler(temperature, seed=3, **filters)
     tree = t.Tree(t.chain(depth))
@@ -242,12 +245,14 @@ def test_typical_acceptance_is_lossy_but_not_at_temperature_0():
     choose = m.Sampler(1.0, seed=1)
     plain = m.naive_generate(model, PROMPT, 50, choose=choose)
     result = t.generate(model, PROMPT, Random(11), tree, 50, choose=choose, typical=True)
-    assert len(result["ids"]) == 50 and result["ids"] != plain  # other text: that is what lossy means
+    # other text: that is what lossy means
+    assert len(result["ids"]) == 50 and result["ids"] != plain
 
 
 def test_perfect_heads_take_the_fewest_steps_at_temperature_1():
     model, choose = small_model(5, block_size=60), m.Sampler(1.0, seed=2)
     text = PROMPT + m.naive_generate(model, PROMPT, 50, choose=choose)
     for limit in range(13):
-        result = t.generate(model, PROMPT, Oracle(text, 11, 1.0), t.Tree(t.chain(3)), limit, choose=choose)
+        result = t.generate(model, PROMPT, Oracle(text, 11, 1.0), t.Tree(t.chain(3)), limit,
+                            choose=choose)
         assert result["ids"] == text[3:3 + limit] and result["steps"] == -(-max(0, limit - 1) // 4)

@@ -55,7 +55,8 @@ def test_helpers():
 
 @given(trees())
 def test_draft_puts_each_rank_where_the_tree_has_it(tree):
-    """Every node holds the token of its rank in its parent's row, computed here one path at a time."""
+    """Every node holds the token of its rank in its parent's row, computed here one path at a
+    time."""
     class ByPath:
         max_depth = 9
 
@@ -67,7 +68,8 @@ def test_draft_puts_each_rank_where_the_tree_has_it(tree):
 
     def row(state):
         return torch.sin(state.double() * torch.arange(1, 8))
-    tokens = t.draft(ByPath(), tree, torch.zeros(1, 1, dtype=torch.long), torch.tensor([3])).tolist()
+    tokens = t.draft(ByPath(), tree, torch.zeros(1, 1, dtype=torch.long),
+                     torch.tensor([3])).tolist()
     for node, path in enumerate([(), *tree.paths]):
         state, token = torch.zeros(1, 1, dtype=torch.long), 3
         for rank in path:

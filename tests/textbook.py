@@ -1,10 +1,11 @@
 """
 The textbook rule of speculative sampling, for a chain, beside the shared noise of this project.
 
-A draft x, drawn from the drafter's q, is accepted with chance min(1, p(x) / q(x)); at the first one that is
-not, the token is drawn from the residual max(0, p - q), normalised; after the last one the bonus comes from
-p (Leviathan et al. 2023; Chen et al. 2023). The tokens follow p exactly, as with the shared noise, but here
-the text depends on the drafter, and only in law is it the base model's own.
+A draft x, drawn from the drafter's q, is accepted with chance min(1, p(x) / q(x)); at the first
+one that is not, the token is drawn from the residual max(0, p - q), normalised; after the last one
+the bonus comes from p (Leviathan et al. 2023; Chen et al. 2023). The tokens follow p exactly, as
+with the shared noise, but here the text depends on the drafter, and only in law is it the base
+model's own.
 
     python tests/textbook.py     # both rules on the trained heads, the same chain, temperature 1
 """
@@ -71,9 +72,11 @@ def main():
         tree, text, shared = Tree(chain(heads.max_depth)), [], []
         for seed, prompt in enumerate(prompts[:40]):
             text += generate_textbook(model, prompt, heads, heads.max_depth, 128, seed=seed)[1]
-            shared += generate(model, prompt, heads, tree, 128, choose=Sampler(1.0, seed=seed))["accepted"]
-        print(f"{kind}: a chain of {heads.max_depth} at temperature 1, tokens per step: textbook rule "
-              f"{sum(text) / len(text):.2f}, shared noise {sum(shared) / len(shared):.2f}")
+            shared += generate(model, prompt, heads, tree, 128,
+                               choose=Sampler(1.0, seed=seed))["accepted"]
+        print(f"{kind}: a chain of {heads.max_depth} at temperature 1, tokens per step: "
+              f"textbook rule {sum(text) / len(text):.2f}, "
+              f"shared noise {sum(shared) / len(shared):.2f}")
 
 
 if __name__ == "__main__":
