@@ -17,9 +17,9 @@ import time
 
 import torch
 
-from hydra import (KINDS, Parser, at_least, command, load_base, load_heads, make_tree, pick_device)
+from hydra import KINDS, Parser, at_least, command, load_base, load_heads, make_tree, pick_device
 from model import KVCache, Sampler, UserError
-from tree import Lookup, Tree, generate
+from tree import Lookup, generate
 
 NEAR_TIE = 1e-3  # two scores closer than this may change places in float32; rows differ by far less
 
@@ -129,15 +129,13 @@ def main():
     prompts = prompts[:args.prompts]
     if len(prompts) < 2:
         raise UserError("the held-out text was too short for standard prompts: train on more text")
-    methods = {"none": (None, Tree()),
-               "lookup": (lookup := Lookup(model.config.vocab_size),
-                          make_tree(args.tree, "lookup", lookup.max_depth, device))}
-    for kind in KINDS:
-        heads = load_heads(args.out, kind, model, tokenizer, device)
-        methods[kind] = heads, make_tree(args.tree, kind, heads.max_depth, device)
+    drafters = {"none": None, "lookup": Lookup(model.config.vocab_size), **{
+        kind: load_heads(args.out, kind, model, tokenizer, device) for kind in KINDS}}
     tables = {}
     for temperature in (0.0, 0.8, 1.0):
         choose = Sampler(temperature)
+        methods = {name: (drafter, make_tree(args.tree, drafter, temperature, device))
+                   for name, drafter in drafters.items()}
         results = measure(model, tokenizer, prompts, methods, args.limit, choose)
         seen = statistics.mean(repetition(r["ids"]) for r in results["none"])
         tables[temperature] = {

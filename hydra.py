@@ -19,10 +19,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from medusa import Medusa, zero
+from medusa import Medusa, typical_walk, zero
 from model import Sampler, UserError, load_file, save_file, unpack
 from tokenizer import Tokenizer
-from tree import Lookup, Tree, chain, generate, likely_paths
+from tree import Lookup, Tree, chain, generate, walk
 
 
 class Hydra(Medusa):
@@ -30,7 +30,7 @@ class Hydra(Medusa):
 
     The first block of head i is R x + SiLU(W x + b) over x = [h ; e_0 ; ... ; e_i], with a learned
     R since x is wider than the block. Products of a sum's parts can be added up: the part of h is
-    one product for all heads, and the part of each token is added as it joins the path. """
+    one product for all heads, and the part of each token is added as it joins the path."""
 
     def make_inlet(self, C):
         """R and W of all first blocks: `inlet` holds the columns of h, `path[i]` those of e_i for
@@ -67,7 +67,6 @@ class Hydra(Medusa):
 
 
 KINDS = {"medusa": Medusa, "hydra": Hydra}  # the better ones last
-DEFAULT_NODES = 8
 
 
 def fingerprint(model):
@@ -79,9 +78,11 @@ def fingerprint(model):
     return digest.hexdigest()[:16]
 
 
-def save_heads(out, kind, heads, tokenizer):
+def save_heads(out, kind, heads, trees, tokenizer):
+    """trees: {temperature: {"paths": counted paths, the best first, "auto": how many of them pay on
+    this machine, "why": a sentence}}."""
     save_file(Path(out) / f"{kind}.pt", {
-        "options": heads.options, "heads": heads.state_dict(),
+        "options": heads.options, "heads": heads.state_dict(), "trees": trees,
         "tokenizer": tokenizer.hash, "base": fingerprint(heads.base)})
 
 
@@ -108,6 +109,7 @@ def load_heads(out, kind, model, tokenizer, device="cpu"):
     try:
         heads = KINDS[kind](model, **content["options"])
         heads.load_state_dict(content["heads"])
+        heads.trees = content["trees"]
         bound_to = content["tokenizer"], content["base"]
     except (KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
@@ -175,18 +177,20 @@ def pick_device(name):
 # this command
 
 
-def make_tree(text, kind, depth, device):
-    """The tree that --tree asks for, cut to what these heads can fill."""
-    if kind == "none":
+def make_tree(text, drafter, temperature, device):
+    """The tree that --tree asks for; without a drafter it is empty."""
+    if drafter is None:
         return Tree()
-    if text == "auto":
-        text = "chain" if kind == "lookup" else str(DEFAULT_NODES)
+    counted = getattr(drafter, "trees", None)  # lookup has none: its guesses are a chain
+    if counted:
+        nearest = min(counted, key=lambda counted_at: abs(counted_at - temperature))
+        paths, few = counted[nearest]["paths"], counted[nearest]["auto"]
+    else:
+        paths, few = chain(drafter.max_depth), drafter.max_depth
     if text == "chain":
-        return Tree(chain(depth), device)
-    if text.isdecimal() and int(text) > 0:  # N nodes with the root
-        few = int(text) - 1
-        paths = chain(min(few, depth)) if kind == "lookup" else likely_paths(few, depth)
-        return Tree(paths, device)
+        return Tree(chain(drafter.max_depth), device)
+    if text == "auto" or text.isdecimal() and int(text) > 0:  # N nodes with the root
+        return Tree(paths[:few if text == "auto" else int(text) - 1], device)
     try:
         paths = json.loads(text)
         if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
@@ -241,14 +245,14 @@ def main():
         drafter = load_heads(args.out, kind, model, tokenizer, device)
     elif kind == "lookup":
         drafter = Lookup(model.config.vocab_size)
-    tree = make_tree(args.tree, kind, drafter.max_depth if drafter else 0, device)
+    tree = make_tree(args.tree, drafter, args.temperature, device)
     show = None if args.json else printer(tokenizer)
     if args.typical:
         print("--typical is lossy: this text is no longer the base model's own", file=sys.stderr)
     try:
         choose = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
         result = generate(model, prompt, drafter, tree, args.max_new_tokens, tokenizer.stop, show,
-                          choose=choose, typical=args.typical)
+                          choose=choose, accept=typical_walk if args.typical else walk)
     except ValueError as error:  # a tree that these heads or this vocabulary can't fill
         raise UserError(f"--tree {args.tree}: {error}") from None
     result = {"prompt_ids": prompt, "ids": result["ids"], "text": tokenizer.decode(result["ids"]),

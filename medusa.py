@@ -4,10 +4,14 @@ Medusa heads: each guesses its token from the same hidden state, independently o
 The base model has just computed the hidden state h at position t and chosen token t + 1. Head i
 (0-based) guesses token t + 2 + i from h alone, so a tree of guesses costs one small pass, but head
 1 can't know which of head 0's guesses it continues (Medusa, Cai et al. 2024, section 2.1). Hydra's
-heads can; they are these with another `extend`. """
+heads can; they are these with another `extend`."""
+import statistics
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from tree import Tree, expected_tokens, generate
 
 
 class ResBlock(nn.Module):
@@ -31,7 +35,7 @@ class Medusa(nn.Module):
     """K heads of `n_block` residual blocks, and one LM head: the base model's, frozen, or one each.
 
     The state is what the first block of every head has seen so far, (rows, K, 2, C): its skip part
-    and the inside of its SiLU. Before training all heads are the base model's own LM head. """
+    and the inside of its SiLU. Before training all heads are the base model's own LM head."""
 
     def __init__(self, model, n_head=4, n_block=1, own_lm_head=False):
         super().__init__()
@@ -73,19 +77,72 @@ class Medusa(nn.Module):
         x = self.blocks[depth](skip + F.silu(inside))
         return (self.lm_heads[depth] if self.lm_heads else self.base.lm_head)(x)
 
-    # training
+    # teacher-forced: all positions of a text at once
+
+    def guesses(self, h, tokens):
+        """h (B, T, C) of the base model on tokens (B, T) -> for each head i its logits
+        (B, T - 2 - i, V) and labels (B, T - 2 - i), through the same methods that draft."""
+        T, state = tokens.shape[1], self.enter(h)
+        for i in range(self.max_depth):
+            # row t knows the tokens up to t + 1 + i and guesses token t + 2 + i; the last 2 + i
+            # rows have no label
+            state = self.extend(i, state[:, :T - 2 - i], tokens[:, 1 + i:T - 1])
+            yield self.logits(i, state), tokens[:, 2 + i:]
 
     def loss(self, h, tokens):
-        """h (B, T, C) of the frozen base model on tokens (B, T) -> (loss, losses of the K heads).
-
-        The sum over heads of 0.8^(i+1) times the cross entropy of head i (Medusa-1, section 2.2.1),
-        teacher-forced through the same three methods that draft.
-        """
-        T, state, losses = tokens.shape[1], self.enter(h), []
-        for i in range(self.max_depth):
-            # row t knows tokens up to t + 1 + i and guesses token t + 2 + i; the last 2 + i have no
-            # label
-            state = self.extend(i, state[:, :T - 2 - i], tokens[:, 1 + i:T - 1])
-            logits = self.logits(i, state)
-            losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, 2 + i:].flatten()))
+        """-> (loss to minimise, losses of the K heads): the sum over heads of 0.8^(i+1) times the
+        cross entropy of head i, the base model frozen (Medusa-1, section 2.2.1)."""
+        losses = [F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                  for logits, labels in self.guesses(h, tokens)]
         return sum(0.8 ** (i + 1) * loss for i, loss in enumerate(losses)), losses
+
+    @torch.no_grad()
+    def ranks(self, h, tokens, noise=None):
+        """The rank that each head gave to the true token, (B, T - 1 - K, K): trees are counted so.
+
+        noise (B, T, V): temperature * g for the choice of the token at each position, or None.
+        """
+        ranks = []
+        for i, (scores, labels) in enumerate(self.guesses(h, tokens)):
+            scores = scores if noise is None else scores + noise[:, 2 + i:]
+            better = scores > scores.gather(-1, labels.unsqueeze(-1))
+            ranks.append(better.sum(-1)[:, :tokens.shape[1] - 1 - self.max_depth])
+        return torch.stack(ranks, -1)
+
+
+def typical_walk(tree, tokens, choice, logits, choose, epsilon=0.09, delta=0.3):
+    """The lossy rule of Medusa (section 2.3.1), for `decode` in place of the walk: accept what is
+    plausible, not only what the model chose.
+
+    A draft x passes where p(x) > min(epsilon, delta exp(-H(p))), p being the base model's
+    distribution at its parent after temperature and filters. -> the deepest passing path, ties to
+    the lower ranks.
+    """
+    p = choose.law(logits)
+    bar = (delta * torch.exp(torch.special.xlogy(p, p).sum(-1))).clamp(max=epsilon).tolist()
+    paths = {0: [0]}
+    for node in range(1, len(tokens)):
+        parent = tree.parent[node]
+        if parent in paths and p[parent, tokens[node]] > bar[parent]:
+            paths[node] = paths[parent] + [node]
+    return max(paths.values(), key=len)  # the first of the longest: nodes are in order of rank
+
+
+def best_size(model, drafter, counted, total, prompts):
+    """How large a tree pays on this machine -> (its paths, a sentence that says why).
+
+    The number of nodes with the most tokens per second: expected tokens of a step by the counts,
+    over the measured seconds of a step, drafting included (medians, the sizes interleaved).
+    """
+    sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32) if n <= len(counted) + 1]
+    trees = [Tree([path for path, _ in counted[:n - 1]], model.wte.weight.device) for n in sizes]
+    seconds = {n: [] for n in sizes}
+    for prompt in prompts:
+        for n, tree in zip(sizes, trees):
+            run = generate(model, prompt, drafter, tree, 24)
+            seconds[n].append(run["seconds"] / run["steps"])
+    cost = {n: statistics.median(s) for n, s in seconds.items()}
+    n = max(sizes, key=lambda n: expected_tokens(counted, total, n) / cost[n])
+    return [path for path, _ in counted[:n - 1]], (
+        f"{n} nodes: {expected_tokens(counted, total, n):.2f} tokens a step at "
+        f"{cost[n] / cost[1]:.2f}x the time of a plain step")

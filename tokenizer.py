@@ -43,7 +43,7 @@ def train_bpe(counts, vocab_size):
     them.
 
     Fewer when the text allows no more. Ties go to the smaller pair, so the result depends on
-    nothing but the counts (Sennrich et al. 2016, with the bytes of GPT-2 as alphabet). """
+    nothing but the counts (Sennrich et al. 2016, with the bytes of GPT-2 as alphabet)."""
     words = [(list(word.encode("utf-8")), n) for word, n in counts.items()]
     pairs, holders = Counter(), defaultdict(set)  # how often each pair comes, and in which words
     for index, (ids, n) in enumerate(words):

@@ -7,7 +7,7 @@ Train everything: corpus -> tokenizer -> base model -> heads, all into one folde
 The corpus is the source of the Python standard library that runs this program, so nothing has to be
 downloaded. Training is planned by the clock, not by steps: the learning rate falls to zero when the
 time is up, and a faster machine simply gets better models. What counts as held out is a fixed tenth
-of the files, which nothing here learns from: every number that is reported comes from there. """
+of the files, which nothing here learns from: every number that is reported comes from there."""
 import hashlib
 import platform
 import sys
@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from hydra import KINDS, Parser, at_least, command, load_base, pick_device, save_heads
-from model import GPT, GPTConfig, UserError, save_file
+from medusa import best_size
+from model import GPT, GPTConfig, KVCache, UserError, save_file
 from tokenizer import Tokenizer, count_pretokens, train_bpe
-from tree import Tree, generate, likely_paths
+from tree import count_paths, generate
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "ensurepip",
         "lib2to3", "pydoc_data", "turtledemo", "__pycache__"}  # tests, tables, bundled
@@ -112,7 +113,6 @@ def standard_prompts(tokenizer, texts, length, most=64):
 
 class Progress:
     """One line that is rewritten, or on no terminal a plain line now and then."""
-
     def __init__(self, name, seconds):
         self.name, self.seconds, self.begin, self.shown = name, seconds, time.monotonic(), 0.0
         self.live = sys.stdout.isatty()
@@ -170,7 +170,7 @@ def fit(name, module, draw, loss_of, seconds, peak):
 
 
 def next_token_loss(model, tokens):
-    """Cross entropy in nats, the mean over tokens (B, T + 1) but the first of each row."""
+    """Nats, the mean over tokens (B, T + 1) but the first of each row."""
     logits = model.lm_head(model(tokens[:, :-1]))
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -217,26 +217,61 @@ def train_heads(model, heads, ids, args):
     fit("heads", torch.nn.ModuleDict(heads), draw, loss_of, args.heads_seconds, args.heads_lr)
 
 
-def report(model, tokenizer, prompts, heads):
-    """A sample of the text, good or bad, and what each set of heads makes of a few prompts."""
-    tree = Tree(likely_paths(15, 4), model.wte.weight.device)
-    for kind, h in heads.items():
-        runs = [generate(model, prompt, h, tree, 64, tokenizer.stop) for prompt in prompts[:8]]
-        tokens, steps = (sum(sum(r["accepted"]) for r in runs), sum(r["steps"] for r in runs))
-        print(f"{kind}: {tokens / max(1, steps):.2f} tokens per step on {len(runs)} held-out "
-              f"prompts, tree of {tree.size} nodes")
-    for prompt, run in zip(prompts[:1], runs):
-        print(f"sample, after a prompt from a held-out file:\n{tokenizer.decode(prompt)}"
-              f"\u2502{tokenizer.decode(run['ids'])}")
+# trees from counting
+
+TEMPERATURES = (0.0, 0.8, 1.0)
+
+
+@torch.inference_mode()
+def write_text(model, prompts, new, temperature, seed=0):
+    """The base model's own text after prompts (B, P), all at once -> tokens (B, P + new), their
+    hidden states (B, P + new, C), and the noise that decided, temperature * g (B, P + new, V)."""
+    cache, generator = KVCache(model, sum(prompts.shape[1:]) + new, len(prompts)), torch.Generator()
+    generator.manual_seed(seed)
+    tokens, fed, hidden, noise = prompts, prompts, [], []
+    for _ in range(new):
+        hidden.append(model(fed, cache))
+        cache.keep(range(fed.shape[1]))
+        scores = model.lm_head(hidden[-1][:, -1])
+        u = torch.rand(scores.shape, generator=generator, dtype=torch.float64)
+        noise.append(-temperature * u.log_().neg_().log_().to(scores))
+        fed = (scores + noise[-1]).argmax(-1, keepdim=True)
+        tokens = torch.cat((tokens, fed), 1)
+    hidden.append(model(fed, cache))
+    noise = torch.stack(noise, 1)
+    before = noise.new_zeros(1, 1, 1).expand(len(prompts), prompts.shape[1], noise.shape[-1])
+    return tokens, torch.cat(hidden, 1), torch.cat((before, noise), 1)
+
+
+def count_trees(model, heads, ids, prompts, args):
+    """{kind: {temperature: counted paths and the size that pays}}, from text that the base model
+    writes after `ids`, which the heads haven't seen."""
+    P, new, rows = args.block_size // 8, args.block_size * 5 // 8, 16
+    generator = torch.Generator().manual_seed(args.seed + 2)
+    trees = {kind: {} for kind in heads}
+    for temperature in TEMPERATURES:
+        ranks = {kind: [] for kind in heads}
+        for part in range(args.calibration // rows):
+            text = write_text(model, windows(ids, rows, P, generator), new, temperature, part)
+            for kind, h in heads.items():  # from the first root on that the model has written
+                ranks[kind] += h.ranks(text[1], text[0], text[2])[:, P - 1:].flatten(0, 1).tolist()
+        for kind, h in heads.items():
+            counted = count_paths(ranks[kind])
+            paths, why = best_size(model, h, counted, len(ranks[kind]), prompts[:6])
+            print(f"{kind} at temperature {temperature}: {why}", flush=True)
+            trees[kind][temperature] = {"paths": [list(path) for path, _ in counted],
+                                        "counts": [count for _, count in counted],
+                                        "total": len(ranks[kind]), "auto": len(paths), "why": why}
+    return trees
 
 
 # the command
 
 SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2,
          "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 420,
-         "heads_seconds": 240, "seed": 0}
+         "heads_seconds": 240, "calibration": 64, "seed": 0}
 QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 30,
-         "heads_seconds": 25}
+         "heads_seconds": 25, "calibration": 16}
 
 
 def parse():
@@ -301,12 +336,20 @@ def main():
     loss, size = held_out_loss(model, held_ids), sum(map(len, held))
     print(f"held-out loss: {loss:.3f} nats a token, "
           f"{loss * len(held_ids) / size:.3f} nats a character")
+    for prompt in prompts[:1]:
+        ids = generate(model, prompt, limit=64, stop=tokenizer.stop)["ids"]
+        print(f"sample, after a held-out prompt:\n{tokenizer.decode(prompt)}\u2502"
+              f"{tokenizer.decode(ids)}", flush=True)
     heads = {kind: Heads(model).to(args.device) for kind, Heads in KINDS.items()}
-    train_heads(model, heads, encode_all(tokenizer, texts).to(args.device), args)
+    ids = encode_all(tokenizer, texts).to(args.device)
+    cut = len(ids) * 19 // 20  # what follows is for counting: the heads don't learn from it
+    check_length(ids[cut:], args.block_size, "the twentieth of it that trees are counted on")
+    train_heads(model, heads, ids[:cut], args)
+    for h in heads.values():
+        h.eval().requires_grad_(False)
+    trees = count_trees(model, heads, ids[cut:], prompts, args)
     for kind, h in heads.items():
-        save_heads(args.out, kind, h, tokenizer)
-        h.eval()
-    report(model, tokenizer, prompts, heads)
+        save_heads(args.out, kind, h, trees[kind], tokenizer)
 
 
 if __name__ == "__main__":

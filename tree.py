@@ -20,8 +20,8 @@ A drafter is three methods and a number; this is all that Medusa, Hydra and Look
 
 A state is whatever can be indexed by row. N nodes, root included; D depth; V vocabulary.
 """
-import heapq
 import time
+from collections import Counter
 
 import torch
 
@@ -114,20 +114,33 @@ def full(depth, width):
     return paths
 
 
-def likely_paths(count, depth, accept=(0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01)):
-    """The `count` likeliest paths if the guess of rank r were right with chance accept[r], whatever
-    came before (the product rule of Medusa, section 2.3.3): a sane tree where nothing was
-    counted."""
-    paths, heap = [], [(-accept[0], (0,))]
-    while heap and len(paths) < count:
-        p, path = heapq.heappop(heap)
-        paths.append(path)
-        if len(path) < depth:
-            heapq.heappush(heap, (p * accept[0], path + (0,)))
-        if path[-1] + 1 < len(accept):  # the next sibling: never likelier, so never too early
-            heapq.heappush(heap, (p / accept[path[-1]] * accept[path[-1] + 1],
-                                  path[:-1] + (path[-1] + 1,)))
-    return paths
+def count_paths(ranks, most=300, widest=64):
+    """The most frequent paths of ranks, with their counts: [(path, count), ...], the best first.
+
+    ranks: rows of the ranks that the true next tokens had, one row a position, one column a head. A
+    path counts once for each row that it begins, so `count / len(ranks)` is how often a node there
+    would have been accepted, and the tree of the N - 1 first paths is the best one of N nodes: its
+    expected number of accepted drafts is the sum over its nodes, each node's share is its own, and
+    no parent is rarer than its child (ties: the shallower first).
+
+        >>> ranks = [[0, 0], [0, 1], [0, 0], [1, 0], [2, 2]]
+        >>> count_paths(ranks)[:4]
+        [((0,), 3), ((0, 0), 2), ((1,), 1), ((2,), 1)]
+        >>> expected_tokens(count_paths(ranks), len(ranks), 4)  # 1 + (3 + 2 + 1) / 5
+        2.2
+    """
+    counts = Counter()
+    for row in ranks:
+        for depth in range(1, len(row) + 1):
+            if row[depth - 1] >= widest:
+                break  # too deep in the ranking for any tree
+            counts[tuple(row[:depth])] += 1
+    return sorted(counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))[:most]
+
+
+def expected_tokens(counted, total, nodes):
+    """Tokens per step of the best tree of this many nodes, were all counted positions its roots."""
+    return 1 + sum(count for _, count in counted[:nodes - 1]) / total
 
 
 PENALTY = 1e4  # what the filters block comes last in a drafter's ranking, but still in its order
@@ -139,7 +152,7 @@ def draft(drafter, tree, state, root, choose=None, position=0):
     n < N where the drafter has nothing more to propose. state: one row; root: (1,) its token;
     position: the root's. With the base model's `choose` the guesses are ranked with the very noise
     that will decide at their position, so that a drafter that agrees with the model agrees with its
-    dice too. """
+    dice too."""
     tokens = level_tokens = root
     first = 0  # number of the first node of the level
     for depth, (parents, up, place, rank, width) in enumerate(tree.levels):
@@ -158,12 +171,12 @@ def draft(drafter, tree, state, root, choose=None, position=0):
     return tokens
 
 
-def walk(tree, tokens, choice):
+def walk(tree, tokens, choice, *_):
     """The nodes on the base model's own path, from the root on: [0] where no draft was right.
 
     tokens[i] is the token at node i, choice[i] the base model's token after node i. So the new
     tokens are choice[i] for i in the path: the accepted drafts and one more, the bonus, which is
-    the next root. """
+    the next root."""
     path, node = [0], 0
     while True:
         node = next((c for c in tree.children[node] if tokens[c] == choice[node]), None)
@@ -172,32 +185,15 @@ def walk(tree, tokens, choice):
         path.append(node)
 
 
-def typical_walk(tree, tokens, logits, choose, epsilon=0.09, delta=0.3):
-    """The lossy rule of Medusa (section 2.3.1): accept what is plausible, not what the model chose.
-
-    A draft x passes where p(x) > min(epsilon, delta exp(-H(p))), p being the base model's
-    distribution at its parent after temperature and filters. -> the deepest passing path, ties to
-    the lower ranks. """
-    p = choose.law(logits)
-    entropy = -torch.special.xlogy(p, p).sum(-1)
-    bar = (delta * torch.exp(-entropy)).clamp(max=epsilon)[tree.parent[1:]]
-    passes = [True] + (p[tree.parent[1:], tokens[1:]] > bar).tolist()
-    paths = {0: [0]}
-    for node, up in enumerate(tree.parent[1:], 1):
-        if up in paths and passes[node]:
-            paths[node] = paths[up] + [node]
-    return max(paths.values(), key=len)  # the first of the longest: nodes are in order of rank
-
-
 @torch.inference_mode()  # as decorator: inside a generator a `with` would leak to the caller
 def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choose=Sampler(),
-           noise=True, typical=False):
+           noise=True, accept=walk):
     """Yield lists of new tokens: first the one that the prompt's forward gives, then each step's.
 
     prompt: ids, 1 to block_size of them. Ends after `stop`, after `limit` tokens or at the end of
     the context; the last token is emitted and never fed. The text doesn't depend on drafter and
-    tree; nor on `noise`, which says whether drafts are ranked with the sampler's noise. `typical`:
-    see typical_walk. ValueError where the tree is deeper than the drafter can fill. """
+    tree; nor on `noise`, which says whether drafts are ranked with the sampler's noise. Another
+    `accept` than the walk is lossy. ValueError where the tree is deeper than the drafter fills."""
     room = check_call(model, prompt, drafter, tree, limit)
     if room == 0:
         return
@@ -232,7 +228,7 @@ def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choos
         logits = model.lm_head(h)
         choice = choose(logits, [position + d + 1 for d in now.depth]).tolist()
         drafts = tokens.tolist()
-        path = typical_walk(now, tokens, logits, choose) if typical else walk(now, drafts, choice)
+        path = accept(now, drafts, choice, logits, choose)
         cache.keep(path)
         new = [drafts[i] for i in path[1:]] + [choice[path[-1]]]
         h, fed = h[path], tokens[path]  # drafting goes on from the accepted rows, never the last
@@ -285,7 +281,7 @@ class Lookup:
 
     Prompt lookup decoding (Saxena 2023): of the last three, two or one tokens, the longest run seen
     before decides. It proposes a chain; copying is free, so it is the yardstick for everything
-    trained. """
+    trained."""
 
     def __init__(self, vocab_size, max_depth=8, longest=3):
         self.vocab_size, self.max_depth, self.longest = vocab_size, max_depth, longest

@@ -15,7 +15,8 @@ import train
 BUDGET = dict(model=260, tokenizer=160, tree=330, medusa=180, hydra=340, vocabtrim=180, train=360,
               bench=360)
 TINY = ["--vocab-size", "300", "--n-layer", "1", "--n-embd", "32", "--n-inner", "32",
-        "--block-size", "48", "--length", "24", "--base-seconds", "1", "--heads-seconds", "1"]
+        "--block-size", "48", "--length", "24", "--base-seconds", "1", "--heads-seconds", "1",
+        "--calibration", "16"]
 
 
 def sentence(capsys):
@@ -150,7 +151,7 @@ def test_resume_keeps_the_base_model(out, tmp_path, monkeypatch, capsys):
     (tmp_path / "base.pt").write_bytes((out / "base.pt").read_bytes())
     data = out.parent / "data.txt"
     assert run(monkeypatch, train, "--data", data, "--out", tmp_path, "--resume",
-               *TINY[:-1], "1") == 0
+               *TINY) == 0
     assert (tmp_path / "base.pt").read_bytes() == (out / "base.pt").read_bytes()
     assert run(monkeypatch, hydra, "--prompt", "x", "--out", tmp_path, "--heads", "medusa") == 0
 

@@ -32,8 +32,9 @@ def test_equal_or_a_near_tie(trained, temperature, top_k, top_p):
         choose = m.Sampler(temperature, top_k, top_p, seed)
         naive = m.naive_generate(model, prompt, 60, choose=choose)
         for name, drafter in drafters.items():
-            for paths in (t.chain(4), t.likely_paths(15, 4)):
-                ids = t.generate(model, prompt, drafter, t.Tree(paths), 60, choose=choose)["ids"]
+            for size in ("chain", "16"):
+                tree = hydra.make_tree(size, drafter, temperature, "cpu")
+                ids = t.generate(model, prompt, drafter, tree, 60, choose=choose)["ids"]
                 gap = bench.tie_gap(model, prompt, naive, ids, choose)
                 assert gap is None or gap < bench.NEAR_TIE, f"{name}: scores differ by {gap}"
 
@@ -54,14 +55,3 @@ def test_rows_differ_far_less_than_the_bound(trained):
             alone = model.lm_head(model(torch.tensor([prompt + tokens[path].tolist()]))[0, -1])
             worst = max(worst, float((rows[node] - alone).abs().max()))
     assert 0 < worst < bench.NEAR_TIE / 20, f"rows differ by {worst}"
-
-
-def test_heads_give_more_than_one_token_a_step(trained):
-    """The trained heads are of use, and Hydra's more than Medusa's."""
-    model, prompts, drafters = trained
-    rate = {}
-    for name in ("medusa", "hydra"):
-        runs = [t.generate(model, p, drafters[name], t.Tree(t.likely_paths(15, 4)), 80)
-                for p in prompts[:8]]
-        rate[name] = sum(sum(r["accepted"]) for r in runs) / sum(r["steps"] for r in runs)
-    assert 1.1 < rate["medusa"] < rate["hydra"], rate

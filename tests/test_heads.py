@@ -1,4 +1,6 @@
 """Heads: what they learn from, what they may see, and that the base model stays as it was."""
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -141,3 +143,21 @@ def test_training_touches_the_heads_and_nothing_else(Heads):
         assert p.grad is not None and p.grad.abs().max() > 0, name
     assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
     assert not any(name.startswith("base") for name in heads.state_dict())
+
+
+@pytest.mark.parametrize("Heads", KINDS)
+def test_ranks_are_those_of_the_true_tokens(Heads):
+    """One position and one head at a time, with and without the noise that decided."""
+    model = small_model(7)
+    heads, tokens = random_heads(Heads, model), torch.randint(11, (2, 9))
+    h, noise = model(tokens), torch.randn(2, 9, 11)
+    for extra in (None, noise):
+        ranks = heads.ranks(h, tokens, extra)
+        assert ranks.shape == (2, 4, 4)
+        for b, pos, i in itertools.product(range(2), range(4), range(4)):
+            path = tokens[b, pos + 1:pos + 2 + i].tolist()
+            scores = head_by_hand(heads, i, h[b, pos], path)
+            at = pos + 2 + i
+            scores = scores if extra is None else scores + noise[b, at]
+            order = scores.argsort(descending=True).tolist()
+            assert ranks[b, pos, i] == order.index(tokens[b, at])

@@ -16,6 +16,7 @@ from textbook import accept_chain, generate_textbook
 import model as m
 import tree as t
 from hydra import Hydra
+from medusa import typical_walk
 
 PROMPT = [2, 0, 1]
 
@@ -232,7 +233,7 @@ def test_typical_acceptance_is_its_formula():
     for _ in range(60):
         logits = 2 * torch.randn(tree.size, 12, generator=generator)
         tokens = torch.randint(12, (tree.size,), generator=generator)
-        path = t.typical_walk(tree, tokens, logits, choose)
+        path = typical_walk(tree, tokens.tolist(), None, logits, choose)
         assert path == accepted_by_hand(tree, tokens.tolist(), choose.law(logits))
         depths.add(len(path))
     assert depths >= {1, 2, 3}
@@ -241,10 +242,10 @@ def test_typical_acceptance_is_its_formula():
 def test_typical_acceptance_is_lossy_but_not_at_temperature_0():
     model, tree = small_model(3, block_size=60), t.Tree(t.full(3, 3))
     plain = m.naive_generate(model, PROMPT, 50)
-    assert t.generate(model, PROMPT, Random(11), tree, 50, typical=True)["ids"] == plain
+    assert t.generate(model, PROMPT, Random(11), tree, 50, accept=typical_walk)["ids"] == plain
     choose = m.Sampler(1.0, seed=1)
     plain = m.naive_generate(model, PROMPT, 50, choose=choose)
-    result = t.generate(model, PROMPT, Random(11), tree, 50, choose=choose, typical=True)
+    result = t.generate(model, PROMPT, Random(11), tree, 50, choose=choose, accept=typical_walk)
     # other text: that is what lossy means
     assert len(result["ids"]) == 50 and result["ids"] != plain
 

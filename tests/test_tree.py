@@ -1,5 +1,6 @@
 """Trees: built right, or refused by name; the order of the paths is no matter."""
 import doctest
+import itertools
 
 import pytest
 import torch
@@ -48,9 +49,57 @@ def test_cut_is_a_prefix_of_the_nodes(tree, depth, width):
 def test_helpers():
     assert t.chain(3) == [(0,), (0, 0), (0, 0, 0)] and t.chain(0) == []
     assert len(t.full(3, 2)) == 2 + 4 + 8
-    for n in range(40):
-        paths = t.likely_paths(n, 4)
-        assert t.Tree(paths).size == n + 1 and t.Tree(paths).max_depth <= 4
+
+
+def random_ranks(seed, rows=60, heads=3, widest=3):
+    """Ranks as heads have them: the low ones often, later heads worse."""
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.rand(rows, heads, generator=generator) ** 2 * (1 + torch.arange(heads) / heads)
+    return (u * widest).long().clamp(max=widest - 1).tolist()
+
+
+def accepted(paths, row):
+    """How many drafts of this tree are accepted where the true tokens have these ranks."""
+    return sum(tuple(row[:d]) in paths for d in range(1, len(row) + 1))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counted_tree_is_the_best_of_all_trees(seed):
+    """Against brute force over every tree of N nodes, N up to 5; and its expected number of tokens
+    is the mean over the very rows that were counted, exactly."""
+    ranks = random_ranks(seed)
+    counted = t.count_paths(ranks)
+    every = t.full(3, 3)
+    for nodes in range(1, 6):
+        best = max(sum(accepted(set(paths), row) for row in ranks)
+                   for paths in itertools.combinations(every, nodes - 1)
+                   if all(p[:-1] in paths or len(p) == 1 for p in paths))
+        tree = t.Tree([path for path, _ in counted[:nodes - 1]])
+        mean = sum(accepted(set(tree.paths), row) for row in ranks) / len(ranks)
+        assert tree.size == nodes and mean * len(ranks) == pytest.approx(best)
+        assert t.expected_tokens(counted, len(ranks), nodes) == pytest.approx(1 + mean)
+
+
+def test_control_a_guessed_tree_is_not_the_best():
+    ranks = random_ranks(1)
+    counted, chain = t.count_paths(ranks), set(t.chain(3))
+    assert sum(accepted(chain, row) for row in ranks) < sum(
+        accepted({path for path, _ in counted[:3]}, row) for row in ranks)
+
+
+def test_independent_heads_give_the_product_rules_tree():
+    """Every combination of ranks as often as independence says: the counts are then products."""
+    first, second = [50, 30, 11, 9], [40, 25, 20, 15]
+    ranks = [[i, j] for i in range(4) for j in range(4) for _ in range(first[i] * second[j])]
+    share = {(i,): first[i] / 100 for i in range(4)}
+    share |= {(i, j): first[i] * second[j] / 10**4 for i in range(4) for j in range(4)}
+    product = sorted(share, key=lambda path: (-share[path], len(path), path))
+    assert [path for path, _ in t.count_paths(ranks)] == product
+
+
+def test_paths_beyond_the_widest_rank_are_left_out():
+    assert t.count_paths([[0, 99], [99, 0]], widest=64) == [((0,), 1)]
+    assert len(t.count_paths(random_ranks(3), most=4)) == 4
 
 
 @given(trees())
