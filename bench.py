@@ -20,6 +20,7 @@ import torch
 from hydra import KINDS, Parser, at_least, command, load_base, load_heads, make_tree, pick_device
 from model import KVCache, Sampler, UserError
 from tree import Lookup, generate
+from vocabtrim import trim_for
 
 NEAR_TIE = 1e-3  # two scores closer than this may change places in float32; rows differ by far less
 
@@ -41,7 +42,7 @@ def tie_gap(model, prompt, one, other, choose):
     if at >= min(len(one), len(other)):
         return float("inf")  # one text is a part of the other: no tie explains that
     context = torch.tensor([prompt + one[:at]], device=model.wte.weight.device)
-    choose.start(len(prompt))
+    choose.start(len(prompt), model.config.vocab_size)
     scores = choose.scores(model.lm_head(model(context)[:, -1]), [context.shape[1]])[0]
     return abs(float(scores[one[at]] - scores[other[at]]))
 
@@ -76,7 +77,7 @@ def measure(model, tokenizer, prompts, methods, limit, choose):
             call = model, prompt, drafter, tree, limit, tokenizer.stop
             result = generate(*call, choose=choose)
             result["blind"] = generate(*call, choose=choose, noise=False)["steps"] if (
-                choose.temperature and name in KINDS) else result["steps"]
+                choose.temperature and name.split()[0] in KINDS) else result["steps"]
             results[name].append(result)
         if sys.stderr.isatty():
             print(f"\rtemperature {choose.temperature}: prompt {i + 1} of {len(prompts)} ", end="",
@@ -84,7 +85,7 @@ def measure(model, tokenizer, prompts, methods, limit, choose):
     return results
 
 
-def summary(model, prompts, plain, runs, tree, choose):
+def summary(model, prompts, plain, runs, drafter, tree, choose):
     """What the JSON says of one method."""
     gaps = [tie_gap(model, prompt, a["ids"], b["ids"], choose)
             for prompt, a, b in zip(prompts, plain, runs)]
@@ -97,17 +98,18 @@ def summary(model, prompts, plain, runs, tree, choose):
             "tokens_per_s": tokens / sum(r["seconds"] for r in runs),
             "speedup": middle, "speedup_quartiles": [low, high],
             "identical": all(gap < NEAR_TIE for gap in ties), "near_ties": len(ties),
-            "largest_gap": max(ties, default=0.0), "tree_nodes": tree.size}
+            "largest_gap": max(ties, default=0.0), "tree_nodes": tree.size,
+            "trim": 0 if getattr(drafter, "keep", None) is None else len(drafter.keep)}
 
 
 def show(temperature, table, seen, count):
     print(f"\ntemperature {temperature}, {count} prompts; {seen:.0%} of the text's 8-grams "
           "stood in it before")
-    print(f"{'':10}{'nodes':>6}{'tokens/step':>12}{'without noise':>14}{'tokens/s':>10}"
+    print(f"{'':13}{'nodes':>6}{'tokens/step':>12}{'without noise':>14}{'tokens/s':>10}"
           f"{'speed':>7}  quartiles   identical")
     for name, row in table.items():
         low, high = row["speedup_quartiles"]
-        print(f"{name:10}{row['tree_nodes']:6}{row['tokens_per_step']:12.2f}"
+        print(f"{name:13}{row['tree_nodes']:6}{row['tokens_per_step']:12.2f}"
               f"{row['tokens_per_step_blind']:14.2f}{row['tokens_per_s']:10.0f}"
               f"{row['speedup']:7.2f}  {low:.2f}..{high:.2f}  {str(row['identical']).lower()}"
               + (f", {row['near_ties']} near-ties" if row["near_ties"] else ""))
@@ -129,8 +131,11 @@ def main():
     prompts = prompts[:args.prompts]
     if len(prompts) < 2:
         raise UserError("the held-out text was too short for standard prompts: train on more text")
-    drafters = {"none": None, "lookup": Lookup(model.config.vocab_size), **{
-        kind: load_heads(args.out, kind, model, tokenizer, device) for kind in KINDS}}
+    drafters = {"none": None, "lookup": Lookup(model.config.vocab_size)}
+    for kind in KINDS:
+        for name in (kind, f"{kind} trim"):
+            drafters[name] = load_heads(args.out, kind, model, tokenizer, device)
+            trim_for(drafters[name], model.config.vocab_size // 8 if "trim" in name else 0, 0)
     tables = {}
     for temperature in (0.0, 0.8, 1.0):
         choose = Sampler(temperature)
@@ -139,7 +144,7 @@ def main():
         results = measure(model, tokenizer, prompts, methods, args.limit, choose)
         seen = statistics.mean(repetition(r["ids"]) for r in results["none"])
         tables[temperature] = {
-            name: summary(model, prompts, results["none"], runs, methods[name][1], choose)
+            name: summary(model, prompts, results["none"], runs, *methods[name], choose)
             for name, runs in results.items()}
         show(temperature, tables[temperature], seen, len(prompts))
     cost = step_cost(model, [1, 2, 4, 8, 16, 32, 64])

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from medusa import Medusa, typical_walk, zero
 from model import Sampler, UserError, load_file, save_file, unpack
 from tokenizer import Tokenizer
-from tree import Lookup, Tree, chain, generate, walk
+from tree import Lookup, Tree, chain, generate
+from vocabtrim import trim_for
 
 
 class Hydra(Medusa):
@@ -80,10 +81,10 @@ def fingerprint(model):
 
 def save_heads(out, kind, heads, trees, tokenizer):
     """trees: {temperature: {"paths": counted paths, the best first, "auto": how many of them pay on
-    this machine, "why": a sentence}}."""
+    this machine, "why": a sentence}}. heads.counts (V,): how often the base model writes an id."""
     save_file(Path(out) / f"{kind}.pt", {
         "options": heads.options, "heads": heads.state_dict(), "trees": trees,
-        "tokenizer": tokenizer.hash, "base": fingerprint(heads.base)})
+        "counts": heads.counts, "tokenizer": tokenizer.hash, "base": fingerprint(heads.base)})
 
 
 def load_base(out, device="cpu"):
@@ -109,7 +110,7 @@ def load_heads(out, kind, model, tokenizer, device="cpu"):
     try:
         heads = KINDS[kind](model, **content["options"])
         heads.load_state_dict(content["heads"])
-        heads.trees = content["trees"]
+        heads.trees, heads.counts = content["trees"], content["counts"]
         bound_to = content["tokenizer"], content["base"]
     except (KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
@@ -138,6 +139,12 @@ def at_least(low, kind=int):
             raise argparse.ArgumentTypeError(f"{text} isn't a number from {low} up")
         return value
     return number
+
+
+def auto_or(kind):
+    def value(text):
+        return text if text == "auto" else kind(text)
+    return value
 
 
 def share(text):
@@ -208,6 +215,8 @@ def parse():
                         help="who drafts; default: the best that the folder --out holds")
     parser.add_argument("--tree", default="auto", metavar="auto|chain|N|PATHS",
                         help="N = nodes with the root, PATHS = JSON such as [[0],[1],[0,0]]")
+    parser.add_argument("--trim", type=auto_or(at_least(0)), default="auto", metavar="auto|K",
+                        help="draft from the K most frequent ids; 0 = from all")
     parser.add_argument("--max-new-tokens", type=at_least(0), default=128, metavar="N")
     parser.add_argument("--temperature", type=at_least(0, float), default=0.0, metavar="T",
                         help="0 = always the likeliest token")
@@ -238,11 +247,12 @@ def main():
     prompt = tokenizer.encode(args.prompt)
     if not 1 <= len(prompt) <= model.config.block_size:
         raise UserError(f"the prompt has {len(prompt)} tokens; 1 to {model.config.block_size} fit")
-    kind, drafter = args.heads, None
+    kind, drafter, trimmed = args.heads, None, 0
     if kind is None:
         kind = next((k for k in reversed(KINDS) if (Path(args.out) / f"{k}.pt").exists()), "none")
     if kind in KINDS:
         drafter = load_heads(args.out, kind, model, tokenizer, device)
+        trimmed = trim_for(drafter, args.trim, args.temperature)
     elif kind == "lookup":
         drafter = Lookup(model.config.vocab_size)
     tree = make_tree(args.tree, drafter, args.temperature, device)
@@ -252,11 +262,11 @@ def main():
     try:
         choose = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
         result = generate(model, prompt, drafter, tree, args.max_new_tokens, tokenizer.stop, show,
-                          choose=choose, accept=typical_walk if args.typical else walk)
+                          choose=choose, accept=typical_walk if args.typical else None)
     except ValueError as error:  # a tree that these heads or this vocabulary can't fill
         raise UserError(f"--tree {args.tree}: {error}") from None
     result = {"prompt_ids": prompt, "ids": result["ids"], "text": tokenizer.decode(result["ids"]),
-              **result, "heads": kind, "tree_nodes": tree.size, "trim": 0}
+              **result, "heads": kind, "tree_nodes": tree.size, "trim": trimmed}
     if args.json:
         print(json.dumps(result))
         return

@@ -50,6 +50,7 @@ class Medusa(nn.Module):
                                     for _ in range(n_head))  # made anew: [block] * n shares weights
         self.lm_heads = nn.ModuleList(nn.Linear(C, model.config.vocab_size, bias=False)
                                       for _ in range(n_head if own_lm_head else 0))
+        self.keep = None  # the ids to draft from, all of them unless vocabtrim.trim says otherwise
         for head in self.lm_heads:
             head.load_state_dict(model.lm_head.state_dict())
 
@@ -75,7 +76,10 @@ class Medusa(nn.Module):
     def logits(self, depth, state):
         skip, inside = state[..., depth - self.max_depth, :, :].unbind(-2)
         x = self.blocks[depth](skip + F.silu(inside))
-        return (self.lm_heads[depth] if self.lm_heads else self.base.lm_head)(x)
+        return self.lm_head(depth)(x) if self.keep is None else F.linear(x, self.trimmed[depth])
+
+    def lm_head(self, depth):
+        return self.lm_heads[depth] if self.lm_heads else self.base.lm_head
 
     # teacher-forced: all positions of a text at once
 
@@ -128,21 +132,21 @@ def typical_walk(tree, tokens, choice, logits, choose, epsilon=0.09, delta=0.3):
     return max(paths.values(), key=len)  # the first of the longest: nodes are in order of rank
 
 
-def best_size(model, drafter, counted, total, prompts):
-    """How large a tree pays on this machine -> (its paths, a sentence that says why).
-
-    The number of nodes with the most tokens per second: expected tokens of a step by the counts,
-    over the measured seconds of a step, drafting included (medians, the sizes interleaved).
-    """
-    sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32) if n <= len(counted) + 1]
+def step_cost(model, drafter, counted, prompts, sizes=(1, 2, 4, 6, 8, 12, 16, 24, 32)):
+    """{N: seconds of a step with N nodes, drafting included}, medians, the sizes interleaved."""
+    sizes = [n for n in sizes if n <= len(counted) + 1]
     trees = [Tree([path for path, _ in counted[:n - 1]], model.wte.weight.device) for n in sizes]
     seconds = {n: [] for n in sizes}
     for prompt in prompts:
         for n, tree in zip(sizes, trees):
             run = generate(model, prompt, drafter, tree, 24)
             seconds[n].append(run["seconds"] / run["steps"])
-    cost = {n: statistics.median(s) for n, s in seconds.items()}
-    n = max(sizes, key=lambda n: expected_tokens(counted, total, n) / cost[n])
-    return [path for path, _ in counted[:n - 1]], (
-        f"{n} nodes: {expected_tokens(counted, total, n):.2f} tokens a step at "
-        f"{cost[n] / cost[1]:.2f}x the time of a plain step")
+    return {n: statistics.median(s) for n, s in seconds.items()}
+
+
+def best_size(counted, total, cost):
+    """The number of nodes with the most tokens per second, by the counts and the measured cost of a
+    step -> (that number, a sentence that says why)."""
+    n = max(cost, key=lambda n: expected_tokens(counted, total, n) / cost[n])
+    return n, (f"{n} nodes: {expected_tokens(counted, total, n):.2f} tokens a step at "
+               f"{cost[n] / cost[1]:.2f}x the time of a plain step")

@@ -175,15 +175,15 @@ class Sampler:
             raise ValueError(f"{temperature=}, {top_k=} or {top_p=} is out of range")
         self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
 
-    def start(self, position):
+    def start(self, position, vocab_size):
         """A new text, whose first new token comes at this position."""
         self.generator, self.next = torch.Generator().manual_seed(self.seed), position
-        self.noise = {}
+        self.noise, self.vocab_size = {}, vocab_size
 
     def gumbel(self, position, like):
-        """g_p (V,), V = like.shape[-1]. Drawn in order of position, whoever asks first."""
+        """g_p (V,), of the dtype and device of `like`: in order of position, whoever asks first."""
         while self.next <= position:
-            u = torch.rand(like.shape[-1], generator=self.generator, dtype=torch.float64)
+            u = torch.rand(self.vocab_size, generator=self.generator, dtype=torch.float64)
             self.noise[self.next] = u.log_().neg_().log_().neg_().to(like)
             self.next += 1
         return self.noise[position]
@@ -202,13 +202,14 @@ class Sampler:
             p = p.masked_fill(p.cumsum(-1) - p >= self.top_p, 0)
         return torch.zeros_like(p).scatter_(-1, order, p / p.sum(-1, keepdim=True))
 
-    def scores(self, logits, positions, penalty=torch.inf):
-        """logits (N, V), N positions -> filtered, noisy scores; drafters use a finite penalty."""
+    def scores(self, logits, positions, penalty=torch.inf, keep=slice(None)):
+        """logits (N, V), or of the ids `keep`; N positions -> filtered, noisy scores (N, V)."""
         if self.temperature == 0:
             return logits
         if self.top_k or self.top_p < 1:
             logits = torch.where(self.law(logits) > 0, logits, logits - penalty)
-        return logits + self.temperature * torch.stack([self.gumbel(p, logits) for p in positions])
+        noise = torch.stack([self.gumbel(p, logits)[keep] for p in positions])
+        return logits + self.temperature * noise
 
     def __call__(self, logits, positions):
         """The choice for each row: logits (N, V), N positions, the lowest first -> ids (N,)."""
@@ -220,11 +221,9 @@ class Sampler:
 @torch.inference_mode()
 def naive_generate(model, prompt, limit, stop=None, choose=Sampler()):
     """Decoding with no cache, the whole context computed anew for each token -> list of new ids.
-
-    Slow, and obviously right: the oracle of the tests. Whatever is faster must give the same ids.
-    """
+    Slow, and obviously right: the oracle. Whatever is faster must give the same ids."""
     ids, device = list(prompt), model.wte.weight.device
-    choose.start(len(prompt))
+    choose.start(len(prompt), model.config.vocab_size)
     while len(ids) < min(len(prompt) + limit, model.config.block_size):
         h = model(torch.tensor([ids], device=device))[:, -1]
         ids.append(int(choose(model.lm_head(h), [len(ids)])))

@@ -125,6 +125,10 @@ class Tokenizer:
         within."""
         return self.bpe.encode_ordinary(text)
 
+    def encode_all(self, texts):
+        """One row of ids, the stop token after each text."""
+        return [i for text in texts for i in (*self.encode(text), self.stop)]
+
     def decode_bytes(self, ids):
         """The bytes of these ids; the stop token has none."""
         return self.bpe.decode_bytes([i for i in ids if i != self.stop])
@@ -132,3 +136,20 @@ class Tokenizer:
     def decode(self, ids):
         """Text; bytes that are no UTF-8 (a character cut in two) come out as U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+def standard_prompts(tokenizer, texts, length, most=64):
+    """Up to `most` prompts of `length` tokens from the line starts of held-out texts, as lists of
+    ids.
+
+    Only such that their text encodes to the same ids again: they can be given on the command line.
+    """
+    prompts = []
+    for place in range(40):
+        for text in texts:
+            begin = text.find("\n", len(text) * place // 40) + 1
+            ids = tokenizer.encode(text[begin:begin + 20 * length])[:length]
+            whole = begin and len(ids) == length and tokenizer.encode(tokenizer.decode(ids)) == ids
+            if whole and text[begin] not in " \n" and ids not in prompts and len(prompts) < most:
+                prompts.append(ids)
+    return prompts

@@ -20,13 +20,15 @@ import torch
 import torch.nn.functional as F
 
 from hydra import KINDS, Parser, at_least, command, load_base, pick_device, save_heads
-from medusa import best_size
+from medusa import best_size, step_cost
 from model import GPT, GPTConfig, KVCache, UserError, save_file
-from tokenizer import Tokenizer, count_pretokens, train_bpe
+from tokenizer import Tokenizer, count_pretokens, standard_prompts, train_bpe
 from tree import count_paths, generate
+from vocabtrim import count_ids, trim, trim_for
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "ensurepip",
         "lib2to3", "pydoc_data", "turtledemo", "__pycache__"}  # tests, tables, bundled
+TEMPERATURES = (0.0, 0.8, 1.0)  # of the base model's own text
 EMBEDDING_RATE = 8  # times the learning rate of the matrices
 
 
@@ -83,29 +85,6 @@ def hold_out(texts):
     whole = "".join(texts)
     cut = len(whole) * 9 // 10
     return [whole[:cut]], [whole[cut:]]
-
-
-def encode_all(tokenizer, texts):
-    """One long row of ids, the stop token after each text."""
-    ids = [i for text in texts for i in (*tokenizer.encode(text), tokenizer.stop)]
-    return torch.tensor(ids)
-
-
-def standard_prompts(tokenizer, texts, length, most=64):
-    """Up to `most` prompts of `length` tokens from the line starts of held-out texts, as lists of
-    ids.
-
-    Only such that their text encodes to the same ids again: they can be given on the command line.
-    """
-    prompts = []
-    for place in range(40):
-        for text in texts:
-            begin = text.find("\n", len(text) * place // 40) + 1
-            ids = tokenizer.encode(text[begin:begin + 20 * length])[:length]
-            whole = begin and len(ids) == length and tokenizer.encode(tokenizer.decode(ids)) == ids
-            if whole and text[begin] not in " \n" and ids not in prompts and len(prompts) < most:
-                prompts.append(ids)
-    return prompts
 
 
 # training
@@ -198,19 +177,58 @@ def train_base(model, ids, args):
     fit("base model", model, draw, loss_of, args.base_seconds, args.lr)
 
 
-def train_heads(model, heads, ids, args):
-    """All sets of heads on the same batches: the frozen base model computes its hidden states
-    once."""
-    model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(args.seed + 1)
+# the base model's own text
+
+
+@torch.inference_mode()
+def write_text(model, prompts, new, temperature, seed=0):
+    """What the base model writes after prompts (B, P), all at once -> tokens (B, P + new), their
+    hidden states (B, P + new, C), and the noise that decided, temperature * g (B, P + new, V)."""
+    cache, generator = KVCache(model, prompts.shape[1] + new, len(prompts)), torch.Generator()
+    generator.manual_seed(seed)
+    tokens, fed, hidden, noise = prompts, prompts, [], []
+    for _ in range(new):
+        hidden.append(model(fed, cache))
+        cache.keep(range(fed.shape[1]))
+        scores = model.lm_head(hidden[-1][:, -1])
+        if temperature:
+            u = torch.rand(scores.shape, generator=generator).clamp_(min=1e-30)
+            noise.append(u.log_().neg_().log_().mul_(-temperature).to(scores))
+            scores = scores + noise[-1]
+        fed = scores.argmax(-1, keepdim=True)
+        tokens = torch.cat((tokens, fed), 1)
+    hidden.append(model(fed, cache))
+    if temperature:
+        before = scores.new_zeros(len(prompts), prompts.shape[1], scores.shape[-1])
+        noise = torch.cat((before, torch.stack(noise, 1)), 1)
+    return tokens, torch.cat(hidden, 1), noise if temperature else None
+
+
+def own_text(model, ids, args, rows=64):
+    """Text for the heads to learn from, (rows, block_size): each begins with an eighth from the
+    corpus and goes on as the base model does, greedily and at the other temperatures in turn."""
+    generator, written = torch.Generator().manual_seed(args.seed + 1), []
+    progress, P = Progress("own text", args.text_seconds), args.block_size // 8
+    while progress.done() < 1 or len(written) < len(TEMPERATURES):
+        temperature = TEMPERATURES[len(written) % len(TEMPERATURES)]
+        written.append(write_text(model, windows(ids, rows, P, generator), args.block_size - P,
+                                  temperature, seed=args.seed + len(written))[0])
+        progress.show(f"{rows * len(written)} texts of {args.block_size} tokens")
+    progress.show(f"{rows * len(written)} texts of {args.block_size} tokens", last=True)
+    return torch.cat(written)
+
+
+def train_heads(model, heads, texts, args):
+    """All sets of heads on the same batches: the base model computes its hidden states once."""
+    generator = torch.Generator().manual_seed(args.seed + 2)
 
     def draw(done):
-        return windows(ids, args.batch, args.length, generator)
+        return texts[torch.randint(len(texts), (args.batch,), generator=generator)]
 
     def loss_of(x):
         with torch.no_grad():
             h = model(x)
-        losses = {kind: h_.loss(h, x) for kind, h_ in heads.items()}
+        losses = {kind: set_of_heads.loss(h, x) for kind, set_of_heads in heads.items()}
         text = ", ".join(f"{kind} {each[0]:.2f}..{each[-1]:.2f}"
                          for kind, (_, each) in losses.items())
         return sum(loss for loss, _ in losses.values()), text
@@ -219,36 +237,13 @@ def train_heads(model, heads, ids, args):
 
 # trees from counting
 
-TEMPERATURES = (0.0, 0.8, 1.0)
-
-
-@torch.inference_mode()
-def write_text(model, prompts, new, temperature, seed=0):
-    """The base model's own text after prompts (B, P), all at once -> tokens (B, P + new), their
-    hidden states (B, P + new, C), and the noise that decided, temperature * g (B, P + new, V)."""
-    cache, generator = KVCache(model, sum(prompts.shape[1:]) + new, len(prompts)), torch.Generator()
-    generator.manual_seed(seed)
-    tokens, fed, hidden, noise = prompts, prompts, [], []
-    for _ in range(new):
-        hidden.append(model(fed, cache))
-        cache.keep(range(fed.shape[1]))
-        scores = model.lm_head(hidden[-1][:, -1])
-        u = torch.rand(scores.shape, generator=generator, dtype=torch.float64)
-        noise.append(-temperature * u.log_().neg_().log_().to(scores))
-        fed = (scores + noise[-1]).argmax(-1, keepdim=True)
-        tokens = torch.cat((tokens, fed), 1)
-    hidden.append(model(fed, cache))
-    noise = torch.stack(noise, 1)
-    before = noise.new_zeros(1, 1, 1).expand(len(prompts), prompts.shape[1], noise.shape[-1])
-    return tokens, torch.cat(hidden, 1), torch.cat((before, noise), 1)
-
 
 def count_trees(model, heads, ids, prompts, args):
     """{kind: {temperature: counted paths and the size that pays}}, from text that the base model
     writes after `ids`, which the heads haven't seen."""
     P, new, rows = args.block_size // 8, args.block_size * 5 // 8, 16
-    generator = torch.Generator().manual_seed(args.seed + 2)
-    trees = {kind: {} for kind in heads}
+    generator = torch.Generator().manual_seed(args.seed + 3)
+    trees, cost = {kind: {} for kind in heads}, {}
     for temperature in TEMPERATURES:
         ranks = {kind: [] for kind in heads}
         for part in range(args.calibration // rows):
@@ -256,22 +251,26 @@ def count_trees(model, heads, ids, prompts, args):
             for kind, h in heads.items():  # from the first root on that the model has written
                 ranks[kind] += h.ranks(text[1], text[0], text[2])[:, P - 1:].flatten(0, 1).tolist()
         for kind, h in heads.items():
-            counted = count_paths(ranks[kind])
-            paths, why = best_size(model, h, counted, len(ranks[kind]), prompts[:6])
+            counted, total = count_paths(ranks[kind]), len(ranks[kind])
+            way = kind, trim_for(h, "auto", temperature)
+            if way not in cost:
+                cost[way] = step_cost(model, h, counted, prompts[:4])
+            trim(h, None)
+            nodes, why = best_size(counted, total, cost[way])
             print(f"{kind} at temperature {temperature}: {why}", flush=True)
             trees[kind][temperature] = {"paths": [list(path) for path, _ in counted],
                                         "counts": [count for _, count in counted],
-                                        "total": len(ranks[kind]), "auto": len(paths), "why": why}
+                                        "total": total, "auto": nodes - 1, "why": why}
     return trees
 
 
 # the command
 
 SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2,
-         "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 420,
-         "heads_seconds": 240, "calibration": 64, "seed": 0}
+         "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 370,
+         "text_seconds": 60, "heads_seconds": 220, "calibration": 64, "seed": 0}
 QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 30,
-         "heads_seconds": 25, "calibration": 16}
+         "text_seconds": 6, "heads_seconds": 20, "calibration": 16}
 
 
 def parse():
@@ -311,9 +310,9 @@ def make_base(args, texts, held):
             and name != "vocab_size"}})
     except ValueError as error:
         raise UserError(str(error)) from None
-    ids = encode_all(tokenizer, texts)
+    ids = torch.tensor(tokenizer.encode_all(texts))
     check_length(ids, args.length + 1, "the training text")
-    check_length(encode_all(tokenizer, held), args.block_size // 2 + 1, "the held-out tenth")
+    check_length(tokenizer.encode_all(held), args.block_size // 2 + 1, "the held-out tenth")
     model = GPT(config).to(args.device)
     print(f"base model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
           f"{len(ids) / 1e6:.2f} M training tokens")
@@ -332,7 +331,7 @@ def main():
     torch.manual_seed(args.seed)
     texts, held = hold_out(read_corpus(args.data))
     model, tokenizer, prompts = make_base(args, texts, held)
-    held_ids = encode_all(tokenizer, held).to(args.device)
+    held_ids = torch.tensor(tokenizer.encode_all(held)).to(args.device)
     loss, size = held_out_loss(model, held_ids), sum(map(len, held))
     print(f"held-out loss: {loss:.3f} nats a token, "
           f"{loss * len(held_ids) / size:.3f} nats a character")
@@ -341,12 +340,15 @@ def main():
         print(f"sample, after a held-out prompt:\n{tokenizer.decode(prompt)}\u2502"
               f"{tokenizer.decode(ids)}", flush=True)
     heads = {kind: Heads(model).to(args.device) for kind, Heads in KINDS.items()}
-    ids = encode_all(tokenizer, texts).to(args.device)
+    ids = torch.tensor(tokenizer.encode_all(texts)).to(args.device)
     cut = len(ids) * 19 // 20  # what follows is for counting: the heads don't learn from it
     check_length(ids[cut:], args.block_size, "the twentieth of it that trees are counted on")
-    train_heads(model, heads, ids[:cut], args)
+    model.requires_grad_(False)
+    written = own_text(model, ids[:cut], args)
+    train_heads(model, heads, written, args)
     for h in heads.values():
-        h.eval().requires_grad_(False)
+        h.eval().requires_grad_(False)  # VocabTrim keeps the ids that the base model writes most
+        h.counts = count_ids(written, tokenizer.vocab_size)
     trees = count_trees(model, heads, ids[cut:], prompts, args)
     for kind, h in heads.items():
         save_heads(args.out, kind, h, trees[kind], tokenizer)

@@ -153,6 +153,7 @@ def draft(drafter, tree, state, root, choose=None, position=0):
     position: the root's. With the base model's `choose` the guesses are ranked with the very noise
     that will decide at their position, so that a drafter that agrees with the model agrees with its
     dice too."""
+    keep = getattr(drafter, "keep", None)  # the ids that the logits are of, where not of all
     tokens = level_tokens = root
     first = 0  # number of the first node of the level
     for depth, (parents, up, place, rank, width) in enumerate(tree.levels):
@@ -163,8 +164,10 @@ def draft(drafter, tree, state, root, choose=None, position=0):
             break
         scores = drafter.logits(depth, state)
         if choose:
-            scores = choose.scores(scores, [position + 1 + depth], PENALTY)
+            among = slice(None) if keep is None else keep
+            scores = choose.scores(scores, [position + 1 + depth], PENALTY, among)
         best = scores.topk(width).indices  # (rows, width), the best first
+        best = best if keep is None else keep[best]
         first += len(level_tokens)
         level_tokens = best.expand(len(parents), -1)[place, rank]
         tokens = torch.cat((tokens, level_tokens))
@@ -187,13 +190,13 @@ def walk(tree, tokens, choice, *_):
 
 @torch.inference_mode()  # as decorator: inside a generator a `with` would leak to the caller
 def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choose=Sampler(),
-           noise=True, accept=walk):
+           noise=True, accept=None):
     """Yield lists of new tokens: first the one that the prompt's forward gives, then each step's.
 
     prompt: ids, 1 to block_size of them. Ends after `stop`, after `limit` tokens or at the end of
     the context; the last token is emitted and never fed. The text doesn't depend on drafter and
     tree; nor on `noise`, which says whether drafts are ranked with the sampler's noise. Another
-    `accept` than the walk is lossy. ValueError where the tree is deeper than the drafter fills."""
+    `accept` than walk is lossy. ValueError where the tree is deeper than the drafter fills."""
     room = check_call(model, prompt, drafter, tree, limit)
     if room == 0:
         return
@@ -203,8 +206,10 @@ def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choos
     h = model(fed[None], cache)[0]
     cache.keep(range(len(prompt)))
     position = 0  # of the first row of h
-    choose.start(len(prompt))
+    choose.start(len(prompt), model.config.vocab_size)
     new = choose(model.lm_head(h[-1:]), [len(prompt)]).tolist()
+    if getattr(drafter, "keep", None) is not None:
+        tree = tree.cut(tree.max_depth, len(drafter.keep))  # ranks that can't be drafted
     while True:
         if stop in new:
             new = new[:new.index(stop) + 1]
@@ -228,7 +233,7 @@ def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choos
         logits = model.lm_head(h)
         choice = choose(logits, [position + d + 1 for d in now.depth]).tolist()
         drafts = tokens.tolist()
-        path = accept(now, drafts, choice, logits, choose)
+        path = (accept or walk)(now, drafts, choice, logits, choose)
         cache.keep(path)
         new = [drafts[i] for i in path[1:]] + [choice[path[-1]]]
         h, fed = h[path], tokens[path]  # drafting goes on from the accepted rows, never the last

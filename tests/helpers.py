@@ -103,7 +103,7 @@ class Itself:
     max_depth = 9
 
     def __init__(self, model, skew=0.0, seed=0):
-        self.model = model
+        self.model, self.keep = model, None
         generator = torch.Generator().manual_seed(seed)
         self.skew = skew * torch.randn(model.config.vocab_size, generator=generator)
 
@@ -116,7 +116,8 @@ class Itself:
 
     def logits(self, depth, state):
         text = torch.tensor(self.text).expand(len(state), -1)
-        return self.model.lm_head(self.model(torch.cat((text, state), 1))[:, -1]) + self.skew
+        logits = self.model.lm_head(self.model(torch.cat((text, state), 1))[:, -1]) + self.skew
+        return logits if self.keep is None else logits[:, self.keep]
 
 
 samplers = st.builds(m.Sampler, st.sampled_from([0.0, 1e-8, 0.3, 0.8, 1.0, 2.0]),

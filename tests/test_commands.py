@@ -16,7 +16,7 @@ BUDGET = dict(model=260, tokenizer=160, tree=330, medusa=180, hydra=340, vocabtr
               bench=360)
 TINY = ["--vocab-size", "300", "--n-layer", "1", "--n-embd", "32", "--n-inner", "32",
         "--block-size", "48", "--length", "24", "--base-seconds", "1", "--heads-seconds", "1",
-        "--calibration", "16"]
+        "--text-seconds", "1", "--calibration", "16"]
 
 
 def sentence(capsys):
@@ -24,6 +24,10 @@ def sentence(capsys):
     got = capsys.readouterr()
     assert got.err.count("\n") == 1 and "Traceback" not in got.err and got.out == "", got
     return got.err
+
+
+def result_vocabulary(out):
+    return torch.load(out / "base.pt")["config"]["vocab_size"]
 
 
 def test_same_ids_for_all_heads_and_trees(out, monkeypatch, capsys):
@@ -38,7 +42,8 @@ def test_same_ids_for_all_heads_and_trees(out, monkeypatch, capsys):
                                    "tokens_per_step", "accepted", "seconds", "prompt_seconds",
                                    "heads", "tree_nodes", "trim"}
             assert sum(result["accepted"]) == len(result["ids"]) - 1
-            assert (result["heads"], result["trim"]) == (heads, 0)
+            assert result["heads"] == heads
+            assert result["trim"] == (result_vocabulary(out) // 8 if heads in hydra.KINDS else 0)
             assert heads != "none" or set(result["accepted"]) == {1}
             texts.append(result["ids"])
     assert all(ids == texts[0] for ids in texts) and len(texts[0]) == 20
@@ -99,6 +104,9 @@ def test_streamed_bytes_become_whole_characters(capsys):
     (["--prompt", "x", "--tree", "[[0],[0,0],[0,0,0],[0,0,0,0],[0,0,0,0,0]]"],
      "deeper than the 4 heads"),
     (["--prompt", "x", "--tree", "[[9999]]"], "rank 9999"),
+    (["--prompt", "x", "--trim", "-1"], "-1 isn't a number from 0 up"),
+    (["--prompt", "x", "--trim", "some"], "'some'"),
+    (["--prompt", "x", "--trim", "9999"], "--trim 9999: the vocabulary has only"),
     (["--prompt", "x", "--bush"], "--bush"),
     (["--prompt", "x", "--temperature", "-0.1"], "-0.1 isn't a number from 0 up"),
     (["--prompt", "x", "--temperature", "nan"], "nan isn't a number from 0 up"),

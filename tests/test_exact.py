@@ -15,6 +15,7 @@ import model as m
 import tree as t
 from hydra import Hydra
 from medusa import Medusa
+from vocabtrim import trim
 
 DRAFTERS = {
     "random": lambda model, text, seed: Random(model.config.vocab_size, seed),
@@ -26,7 +27,23 @@ DRAFTERS = {
     "nearly itself": lambda model, text, seed: Itself(model, 0.5, seed),
     "medusa": lambda model, text, seed: random_heads(Medusa, model, seed),
     "hydra": lambda model, text, seed: random_heads(Hydra, model, seed),
+    "trimmed": lambda model, text, seed: trimmed((Medusa, Hydra)[seed % 2], model, seed),
+    "trimmed itself": lambda model, text, seed: keep_some(Itself(model), model, seed),
 }
+
+
+def trimmed(Heads, model, seed):
+    """Heads that draft from a random part of the vocabulary, at times from one id or from all."""
+    heads = random_heads(Heads, model, seed, own_lm_head=seed % 3 == 0)
+    trim(heads, keep_some(heads, model, seed).keep)
+    return heads
+
+
+def keep_some(drafter, model, seed):
+    V, generator = model.config.vocab_size, torch.Generator().manual_seed(seed)
+    k = [1, 2, V // 2, V][seed % 4]
+    drafter.keep = torch.randperm(V, generator=generator)[:k].sort().values
+    return drafter
 
 
 def check(model, prompt, limit, stop, tree, name, seed=0, choose=m.Sampler(), noise=True):
@@ -98,15 +115,15 @@ def only_count(cache, rows):
 
 def later_noise(scores):
     """The drafter's noise off by one: whoever has a finite penalty is the drafter."""
-    return lambda self, logits, positions, penalty=torch.inf: scores(
-        self, logits, [p + (penalty < torch.inf) for p in positions], penalty)
+    return lambda self, logits, positions, penalty=torch.inf, keep=slice(None): scores(
+        self, logits, [p + (penalty < torch.inf) for p in positions], penalty, keep)
 
 
 def fresh_noise(scores):
     """Verification and plain decoding alike draw anew at each call."""
-    def afresh(self, logits, positions, penalty=torch.inf):
+    def afresh(self, logits, positions, penalty=torch.inf, keep=slice(None)):
         self.noise, self.next = {}, positions[0]
-        return scores(self, logits, positions, penalty)
+        return scores(self, logits, positions, penalty, keep)
     return afresh
 
 

@@ -147,7 +147,7 @@ def test_extreme_temperatures_and_logits():
         for temperature in (1e-8, 1e-3, 0.5, 2.0):
             for top_k, top_p in ((0, 1.0), (7, 0.9)):
                 choose = m.Sampler(temperature, top_k, top_p)
-                choose.start(0)
+                choose.start(0, 50)
                 scores = choose.scores(logits.to(dtype), range(5), penalty=1e4)
                 assert scores.isfinite().all() and choose.law(logits.to(dtype)).isfinite().all()
                 if temperature < 1e-2:
@@ -178,7 +178,7 @@ def test_filters_at_their_edges():
 def test_noise_is_drawn_in_order_and_forgotten():
     """Whoever asks first, and for whatever position, the vectors are the same; few are kept."""
     one, other, like = m.Sampler(1.0, seed=4), m.Sampler(1.0, seed=4), torch.zeros(1, 6)
-    one.start(10), other.start(10)
+    one.start(10, 6), other.start(10, 6)
     ahead = one.gumbel(13, like)
     assert torch.equal(torch.stack([other.gumbel(p, like) for p in (10, 11, 12, 13)]),
                        torch.stack([one.gumbel(p, like) for p in (10, 11, 12, 13)]))
@@ -190,7 +190,7 @@ def test_noise_is_drawn_in_order_and_forgotten():
 def test_gumbel_noise_is_gumbel():
     """Mean 0.5772, variance pi^2 / 6, to five standard errors."""
     choose = m.Sampler(1.0)
-    choose.start(0)
+    choose.start(0, 200_000)
     g, n = choose.gumbel(0, torch.zeros(200_000)), 200_000
     assert g.isfinite().all()
     assert abs(g.mean() - 0.57722) < 5 * math.sqrt(math.pi ** 2 / 6 / n)
