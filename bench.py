@@ -43,8 +43,14 @@ def tie_gap(model, prompt, one, other, choose):
         return float("inf")  # one text is a part of the other: no tie explains that
     context = torch.tensor([prompt + one[:at]], device=model.wte.weight.device)
     choose.start(len(prompt), model.config.vocab_size)
-    scores = choose.scores(model.lm_head(model(context)[:, -1]), [context.shape[1]])[0]
-    return abs(float(scores[one[at]] - scores[other[at]]))
+    logits = model.lm_head(model(context)[:, -1])
+    scores = choose.scores(logits, [context.shape[1]])[0]
+    gap = abs(float(scores[one[at]] - scores[other[at]]))
+    if gap == float("inf") and choose.top_p < 1:  # one was filtered: how near the edge was it?
+        law = Sampler(choose.temperature, choose.top_k).law(logits)
+        gap = min(abs(float(law[0][law[0] > law[0, i]].sum()) - choose.top_p)
+                  for i in (one[at], other[at]))
+    return gap
 
 
 @torch.inference_mode()
@@ -97,8 +103,8 @@ def summary(model, prompts, plain, runs, drafter, tree, choose):
             "tokens_per_step_blind": tokens / sum(r["blind"] for r in runs),
             "tokens_per_s": tokens / sum(r["seconds"] for r in runs),
             "speedup": middle, "speedup_quartiles": [low, high],
-            "identical": all(gap < NEAR_TIE for gap in ties), "near_ties": len(ties),
-            "largest_gap": max(ties, default=0.0), "tree_nodes": tree.size,
+            "identical": all(gap < NEAR_TIE for gap in ties), 
+            "near_ties": sum(gap < NEAR_TIE for gap in ties), "tree_nodes": tree.size,
             "trim": 0 if getattr(drafter, "keep", None) is None else len(drafter.keep)}
 
 
@@ -123,9 +129,9 @@ def main():
     parser.add_argument("--prompts", type=at_least(2), default=40, metavar="N")
     parser.add_argument("--tree", default="auto", help="as in hydra.py")
     parser.set_defaults(limit=128)
+    if parser.parse_args().quick:
+        parser.set_defaults(prompts=6, limit=48)
     args = parser.parse_args()
-    if args.quick:
-        args.prompts, args.limit = 6, 48
     device = pick_device(args.device)
     model, tokenizer, prompts = load_base(args.out, device)
     prompts = prompts[:args.prompts]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from medusa import Medusa, typical_walk, zero
 from model import Sampler, UserError, load_file, save_file, unpack
 from tokenizer import Tokenizer
-from tree import Lookup, Tree, chain, generate
+from tree import Lookup, Tree, chain, check_tree, generate
 from vocabtrim import trim_for
 
 
@@ -59,10 +59,9 @@ class Hydra(Medusa):
         added = added.unflatten(-1, (-1, 2, state.shape[-1]))
         return state[..., depth - self.max_depth:, :, :] + added
 
-    def build_tables(self):
-        """For decoding: the embeddings are frozen, so each token's product can be looked up. An
-        exact identity that trades V * 5 K (K + 1) C bytes or so of memory for the reading of
-        `path`."""
+    def ready(self):
+        """The embeddings are frozen, so each token's product can be looked up: an exact identity
+        that trades 4 K (K + 1) V C bytes of memory for the reading of `path`."""
         with torch.no_grad():
             self.tables = [path(self.base.wte.weight) for path in self.path]
 
@@ -80,8 +79,9 @@ def fingerprint(model):
 
 
 def save_heads(out, kind, heads, trees, tokenizer):
-    """trees: {temperature: {"paths": counted paths, the best first, "auto": how many of them pay on
-    this machine, "why": a sentence}}. heads.counts (V,): how often the base model writes an id."""
+    """trees: {temperature: {"paths": counted paths, the best first, with their "counts" of "total",
+    "auto": how many of them pay on this machine, "why": a sentence}}. heads.counts (V,): how often
+    the base model writes each id."""
     save_file(Path(out) / f"{kind}.pt", {
         "options": heads.options, "heads": heads.state_dict(), "trees": trees,
         "counts": heads.counts, "tokenizer": tokenizer.hash, "base": fingerprint(heads.base)})
@@ -95,7 +95,7 @@ def load_base(out, device="cpu"):
     model = unpack(content, path, device)
     try:
         tokenizer, prompts = Tokenizer(content["merges"].tolist()), content["prompts"]
-    except (KeyError, ValueError, IndexError) as error:
+    except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
         raise UserError(f"{path} holds no whole tokenizer ({error}): train again") from None
     if tokenizer.vocab_size != model.config.vocab_size:
         raise UserError(f"{path} holds a model of {model.config.vocab_size} ids and a tokenizer of "
@@ -118,8 +118,7 @@ def load_heads(out, kind, model, tokenizer, device="cpu"):
     if bound_to != (tokenizer.hash, fingerprint(model)):
         raise UserError(f"{path} was trained for another base model: train again")
     heads.to(device).eval().requires_grad_(False)
-    if kind == "hydra":
-        heads.build_tables()
+    heads.ready()
     return heads
 
 
@@ -131,12 +130,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the options)")
 
 
-def at_least(low, kind=int):
-    """An argparse type: a finite number from `low` up."""
+def at_least(low, kind=int, high=2**60):
+    """An argparse type: a number from `low` to `high`."""
     def number(text):
         value = kind(text)
-        if not low <= value < float("inf"):  # false for NaN too
+        if not low <= value:  # false for NaN too
             raise argparse.ArgumentTypeError(f"{text} isn't a number from {low} up")
+        if value > high:
+            raise argparse.ArgumentTypeError(f"{text} is above {high}")
         return value
     return number
 
@@ -181,31 +182,45 @@ def pick_device(name):
     return name
 
 
+def make_folder(out):
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        save_file(Path(out) / "try.pt", {})
+        (Path(out) / "try.pt").unlink()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"--out {out} can't be written: {error}") from None
+
+
 # this command
 
 
 def make_tree(text, drafter, temperature, device):
-    """The tree that --tree asks for; without a drafter it is empty."""
+    """The tree that --tree asks for; without a drafter it is empty. UserError if it can't be."""
     if drafter is None:
         return Tree()
-    counted = getattr(drafter, "trees", None)  # lookup has none: its guesses are a chain
-    if counted:
-        nearest = min(counted, key=lambda counted_at: abs(counted_at - temperature))
-        paths, few = counted[nearest]["paths"], counted[nearest]["auto"]
-    else:
-        paths, few = chain(drafter.max_depth), drafter.max_depth
-    if text == "chain":
-        return Tree(chain(drafter.max_depth), device)
-    if text == "auto" or text.isdecimal() and int(text) > 0:  # N nodes with the root
-        return Tree(paths[:few if text == "auto" else int(text) - 1], device)
     try:
-        paths = json.loads(text)
-        if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
-            raise ValueError("it is no list of lists of ranks")
-        return Tree(paths, device)
-    except ValueError as error:
-        raise UserError(f"--tree {text}: {error}; say auto, chain, a number of nodes from 1 up, or "
-                        "paths such as [[0],[1],[0,0]]") from None
+        if text == "chain":
+            paths = chain(drafter.max_depth)
+        elif text == "auto" or text.isdecimal() and int(text) > 0:  # N nodes with the root
+            counted = counted_at(drafter, temperature)
+            paths = counted["paths"][:counted["auto"] if text == "auto" else int(text) - 1]
+        else:
+            paths = json.loads(text)
+            if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+                raise ValueError("it is no list of lists of ranks")
+        tree = Tree(paths, device)
+        check_tree(tree, drafter.max_depth, drafter.vocab_size)
+        return tree
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--tree {text[:80]}: {error}; say auto, chain, a number of nodes from 1 "
+                        "up, or paths such as [[0],[1],[0,0]]") from None
+
+
+def counted_at(drafter, temperature):
+    """The paths that were counted nearest to this temperature. Lookup has none: a chain."""
+    if isinstance(drafter, Lookup):
+        return {"paths": chain(drafter.max_depth), "auto": drafter.max_depth, "why": "a chain"}
+    return drafter.trees[min(drafter.trees, key=lambda counted: abs(counted - temperature))]
 
 
 def parse():
@@ -218,7 +233,8 @@ def parse():
     parser.add_argument("--trim", type=auto_or(at_least(0)), default="auto", metavar="auto|K",
                         help="draft from the K most frequent ids; 0 = from all")
     parser.add_argument("--max-new-tokens", type=at_least(0), default=128, metavar="N")
-    parser.add_argument("--temperature", type=at_least(0, float), default=0.0, metavar="T",
+    parser.add_argument("--temperature", type=at_least(0, float, 1e6), default=0.0,
+                        metavar="T",
                         help="0 = always the likeliest token")
     parser.add_argument("--top-k", type=at_least(0), default=0, metavar="K", help="0 = off")
     parser.add_argument("--top-p", type=share, default=1.0, metavar="P", help="above 0; 1 = off")
@@ -259,12 +275,9 @@ def main():
     show = None if args.json else printer(tokenizer)
     if args.typical:
         print("--typical is lossy: this text is no longer the base model's own", file=sys.stderr)
-    try:
-        choose = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-        result = generate(model, prompt, drafter, tree, args.max_new_tokens, tokenizer.stop, show,
-                          choose=choose, accept=typical_walk if args.typical else None)
-    except ValueError as error:  # a tree that these heads or this vocabulary can't fill
-        raise UserError(f"--tree {args.tree}: {error}") from None
+    choose = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+    result = generate(model, prompt, drafter, tree, args.max_new_tokens, tokenizer.stop, show,
+                      choose=choose, accept=typical_walk if args.typical else None)
     result = {"prompt_ids": prompt, "ids": result["ids"], "text": tokenizer.decode(result["ids"]),
               **result, "heads": kind, "tree_nodes": tree.size, "trim": trimmed}
     if args.json:
@@ -272,14 +285,17 @@ def main():
         return
     show([], final=True)
     print()
-    print(figures(result), file=sys.stderr)
+    why = counted_at(drafter, args.temperature)["why"] if drafter and args.tree == "auto" else ""
+    print(figures(result, why), file=sys.stderr)
 
 
-def figures(result):
-    """One line: what the text took."""
+def figures(result, why):
+    """One line: what the text took, and why this tree where it was chosen by itself."""
     count, rate = len(result["ids"]), result["tokens_per_step"]
     speed = f"{(count - 1) / result['seconds']:.0f} tokens/s" if rate else "no step"
-    return (f"[{result['heads']}, tree of {result['tree_nodes']}] {count} tokens in "
+    tree = f"tree of {result['tree_nodes']}" + f" (auto: {why})" * bool(why)
+    ids = f", drafts of {result['trim']} ids" * bool(result["trim"])
+    return (f"[{result['heads']}, {tree}{ids}] {count} tokens in "
             f"{result['steps']} steps, {rate or 0:.2f} tokens per step, {speed}; prompt "
             f"{result['prompt_seconds']:.3f} s, then {result['seconds']:.3f} s; "
             f"finish: {result['finish']}")

@@ -41,7 +41,7 @@ class Medusa(nn.Module):
         super().__init__()
         C = model.config.n_embd
         self.options = {"n_head": n_head, "n_block": n_block, "own_lm_head": own_lm_head}
-        self.max_depth = n_head
+        self.max_depth, self.vocab_size = n_head, model.config.vocab_size
         # subtle: past nn.Module, or the base model's weights would be trained and saved with the
         # heads
         object.__setattr__(self, "base", model)
@@ -80,6 +80,9 @@ class Medusa(nn.Module):
 
     def lm_head(self, depth):
         return self.lm_heads[depth] if self.lm_heads else self.base.lm_head
+
+    def ready(self):
+        """Called once the weights are final, before drafting."""
 
     # teacher-forced: all positions of a text at once
 

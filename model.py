@@ -7,7 +7,6 @@ share a forward pass (tree attention), and the cache is written first and *kept*
 Shapes: B batch, T new rows, L rows kept in the cache, C channels, V vocabulary.
 """
 import os
-import pickle
 from dataclasses import dataclass
 
 import torch
@@ -193,8 +192,7 @@ class Sampler:
         if self.temperature == 0:
             return F.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits)
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)  # ties as argmax has them
-        # subtle: taking the largest off before dividing keeps a tiny temperature from overflowing
-        ranked = (ranked - ranked[..., :1]) / self.temperature
+        ranked = ranked / max(self.temperature, 1e-30)  # float32 ends at 1e38
         if self.top_k:
             ranked[..., self.top_k:] = -torch.inf
         p = ranked.softmax(-1)
@@ -244,7 +242,9 @@ def load_file(path, device="cpu"):
         return dict(torch.load(path, map_location=device, weights_only=True))
     except FileNotFoundError:
         raise UserError(f"{path} isn't there: run `python train.py` first") from None
-    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, TypeError, ValueError):
+    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
+    except Exception:  # whatever unpickling makes of a file that is none
         raise UserError(f"{path} is cut short or no checkpoint: run `python train.py`") from None
 
 

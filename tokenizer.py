@@ -26,7 +26,8 @@ import tiktoken
 # word.
 WORD = r"[^\x00-@\[-^`{-\x7f]"
 SIGN = r"[\x21-/:-@\[-^`{-\x7f\x00-\x08\x0e-\x1f]"
-PATTERN = rf" ?{WORD}+| ?[0-9]{{1,3}}| ?{SIGN}+|\r?\n[ \t\r\n]*|[ \t\x0b\x0c\r]+"
+PATTERN = (rf" ?{WORD}{{1,64}}| ?[0-9]{{1,3}}| ?{SIGN}{{1,64}}|\r?\n[ \t\r\n]{{0,64}}"
+           r"|[ \t\x0b\x0c\r]{1,64}")  # bounded: fusing is quadratic in the length of a pre-token
 STOP = "<|endoftext|>"
 
 

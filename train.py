@@ -19,12 +19,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from hydra import KINDS, Parser, at_least, command, load_base, pick_device, save_heads
+from hydra import (KINDS, Parser, at_least, command, load_base, make_folder, pick_device,
+                   save_heads)
 from medusa import best_size, step_cost
-from model import GPT, GPTConfig, KVCache, UserError, save_file
+from model import GPT, GPTConfig, UserError, save_file
 from tokenizer import Tokenizer, count_pretokens, standard_prompts, train_bpe
 from tree import count_paths, generate
-from vocabtrim import count_ids, trim, trim_for
+from vocabtrim import count_ids, trim, trim_for, write_text
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "ensurepip",
         "lib2to3", "pydoc_data", "turtledemo", "__pycache__"}  # tests, tables, bundled
@@ -55,7 +56,10 @@ def list_files(data):
 
 def read_corpus(data):
     """-> texts in the order of their names. UserError where there is too little to learn from."""
-    root, paths = list_files(data)
+    try:
+        root, paths = list_files(data)
+    except OSError as error:
+        raise UserError(f"--data {data} can't be read: {error.strerror}") from None
     texts, skipped = [], 0
     for path in paths:
         try:
@@ -180,30 +184,6 @@ def train_base(model, ids, args):
 # the base model's own text
 
 
-@torch.inference_mode()
-def write_text(model, prompts, new, temperature, seed=0):
-    """What the base model writes after prompts (B, P), all at once -> tokens (B, P + new), their
-    hidden states (B, P + new, C), and the noise that decided, temperature * g (B, P + new, V)."""
-    cache, generator = KVCache(model, prompts.shape[1] + new, len(prompts)), torch.Generator()
-    generator.manual_seed(seed)
-    tokens, fed, hidden, noise = prompts, prompts, [], []
-    for _ in range(new):
-        hidden.append(model(fed, cache))
-        cache.keep(range(fed.shape[1]))
-        scores = model.lm_head(hidden[-1][:, -1])
-        if temperature:
-            u = torch.rand(scores.shape, generator=generator).clamp_(min=1e-30)
-            noise.append(u.log_().neg_().log_().mul_(-temperature).to(scores))
-            scores = scores + noise[-1]
-        fed = scores.argmax(-1, keepdim=True)
-        tokens = torch.cat((tokens, fed), 1)
-    hidden.append(model(fed, cache))
-    if temperature:
-        before = scores.new_zeros(len(prompts), prompts.shape[1], scores.shape[-1])
-        noise = torch.cat((before, torch.stack(noise, 1)), 1)
-    return tokens, torch.cat(hidden, 1), noise if temperature else None
-
-
 def own_text(model, ids, args, rows=64):
     """Text for the heads to learn from, (rows, block_size): each begins with an eighth from the
     corpus and goes on as the base model does, greedily and at the other temperatures in turn."""
@@ -212,7 +192,7 @@ def own_text(model, ids, args, rows=64):
     while progress.done() < 1 or len(written) < len(TEMPERATURES):
         temperature = TEMPERATURES[len(written) % len(TEMPERATURES)]
         written.append(write_text(model, windows(ids, rows, P, generator), args.block_size - P,
-                                  temperature, seed=args.seed + len(written))[0])
+                                  temperature, args.seed + len(written), keep_noise=False)[0])
         progress.show(f"{rows * len(written)} texts of {args.block_size} tokens")
     progress.show(f"{rows * len(written)} texts of {args.block_size} tokens", last=True)
     return torch.cat(written)
@@ -267,8 +247,8 @@ def count_trees(model, heads, ids, prompts, args):
 # the command
 
 SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2,
-         "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 370,
-         "text_seconds": 60, "heads_seconds": 220, "calibration": 64, "seed": 0}
+         "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 405,
+         "text_seconds": 45, "heads_seconds": 180, "calibration": 64, "seed": 0}
 QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 30,
          "text_seconds": 6, "heads_seconds": 20, "calibration": 16}
 
@@ -282,8 +262,9 @@ def parse():
     parser.add_argument("--quick", action="store_true", help="a toy in 90 seconds")
     parser.add_argument("--resume", action="store_true", help="keep the base model that DIR holds")
     for name, value in SIZES.items():
-        parser.add_argument("--" + name.replace("_", "-"), default=value,
-                            type=at_least(0 if name == "seed" else 1), metavar="N",
+        least = {"seed": 0, "vocab_size": 257, "block_size": 16, "calibration": 16, "length": 16}
+        parser.add_argument("--" + name.replace("_", "-"), type=at_least(least.get(name, 1)),
+                            default=value, metavar="N",
                             help=f"default {value}, with --quick {QUICK.get(name, value)}")
     parser.add_argument("--lr", type=at_least(0, float), default=2e-3, help="peak, base model")
     parser.add_argument("--heads-lr", type=at_least(0, float), default=2e-3, help="peak, heads")
@@ -292,37 +273,32 @@ def parse():
     return parser.parse_args()
 
 
-def check_length(ids, need, what):
-    if len(ids) < need:
-        raise UserError(f"{what} has {len(ids)} tokens and {need} are needed: give more text")
-
-
-def make_base(args, texts, held):
-    """-> model, tokenizer and standard prompts, new or as the folder has them."""
-    if args.resume and (Path(args.out) / "base.pt").exists():
-        return load_base(args.out, args.device)
+def new_base(args, texts, held):
+    """-> a base model that has learned nothing, its tokenizer, standard prompts."""
+    sizes = {name: getattr(args, name) for name in GPTConfig.__dataclass_fields__ if name in SIZES}
+    try:
+        config = GPTConfig(**sizes)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     begin = time.monotonic()
     tokenizer = Tokenizer(train_bpe(count_pretokens(texts), args.vocab_size - 1))
     print(f"tokenizer: {tokenizer.vocab_size} ids in {time.monotonic() - begin:.0f} s")
-    try:
-        config = GPTConfig(**{"vocab_size": tokenizer.vocab_size, **{
-            name: getattr(args, name) for name in GPTConfig.__dataclass_fields__ if name in SIZES
-            and name != "vocab_size"}})
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    ids = torch.tensor(tokenizer.encode_all(texts))
-    check_length(ids, args.length + 1, "the training text")
-    check_length(tokenizer.encode_all(held), args.block_size // 2 + 1, "the held-out tenth")
+    config.vocab_size = tokenizer.vocab_size  # fewer than asked for where the text allows no more
     model = GPT(config).to(args.device)
-    print(f"base model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
-          f"{len(ids) / 1e6:.2f} M training tokens")
-    train_base(model, ids.to(args.device), args)
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    prompts = standard_prompts(tokenizer, held, args.block_size // 4)
-    save_file(Path(args.out) / "base.pt", {
-        "config": asdict(config), "model": model.state_dict(),
-        "merges": torch.tensor(tokenizer.merges), "prompts": prompts})
-    return model.eval(), tokenizer, prompts
+    print(f"base model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+    return model, tokenizer, standard_prompts(tokenizer, held, args.block_size // 4)
+
+
+def split(args, tokenizer, texts, held):
+    """-> ids to learn from, ids to count trees on, held-out ids. UserError where too short."""
+    ids, last = tokenizer.encode_all(texts), tokenizer.encode_all(held)
+    cut = len(ids) * 19 // 20
+    for part, what, share in [(ids[cut:], "the twentieth to count trees on", 22),
+                              (last, "the held-out tenth", 10)]:
+        if len(part) < args.block_size:
+            raise UserError(f"{what} has {len(part)} tokens and needs {args.block_size}: give a "
+                            f"text of some {4 * share * args.block_size} characters or more")
+    return [torch.tensor(part, device=args.device) for part in (ids[:cut], ids[cut:], last)]
 
 
 def main():
@@ -330,26 +306,36 @@ def main():
     args.device = pick_device(args.device)
     torch.manual_seed(args.seed)
     texts, held = hold_out(read_corpus(args.data))
-    model, tokenizer, prompts = make_base(args, texts, held)
-    held_ids = torch.tensor(tokenizer.encode_all(held)).to(args.device)
-    loss, size = held_out_loss(model, held_ids), sum(map(len, held))
+    kept = args.resume and (Path(args.out) / "base.pt").exists()
+    model, tokenizer, prompts = (load_base(args.out, args.device) if kept
+                                 else new_base(args, texts, held))
+    args.block_size = model.config.block_size
+    args.length = min(args.length, args.block_size)
+    ids, counting, last = split(args, tokenizer, texts, held)
+    make_folder(args.out)
+    if not kept:
+        train_base(model, ids, args)
+        for kind in KINDS:  # heads of an earlier base model fit this one no more
+            (Path(args.out) / f"{kind}.pt").unlink(missing_ok=True)
+        save_file(Path(args.out) / "base.pt", {
+            "config": asdict(model.config), "model": model.state_dict(),
+            "merges": torch.tensor(tokenizer.merges), "prompts": prompts})
+    model.eval().requires_grad_(False)
+    loss, size = held_out_loss(model, last), sum(map(len, held))
     print(f"held-out loss: {loss:.3f} nats a token, "
-          f"{loss * len(held_ids) / size:.3f} nats a character")
-    for prompt in prompts[:1]:
-        ids = generate(model, prompt, limit=64, stop=tokenizer.stop)["ids"]
-        print(f"sample, after a held-out prompt:\n{tokenizer.decode(prompt)}\u2502"
-              f"{tokenizer.decode(ids)}", flush=True)
+          f"{loss * len(last) / size:.3f} nats a character")
+    prompts = prompts or [counting[:args.block_size // 4].tolist()]
+    text = generate(model, prompts[0], limit=64, stop=tokenizer.stop)["ids"]
+    print(f"sample, after a held-out prompt:\n{tokenizer.decode(prompts[0])}\u2502"
+          f"{tokenizer.decode(text)}", flush=True)
     heads = {kind: Heads(model).to(args.device) for kind, Heads in KINDS.items()}
-    ids = torch.tensor(tokenizer.encode_all(texts)).to(args.device)
-    cut = len(ids) * 19 // 20  # what follows is for counting: the heads don't learn from it
-    check_length(ids[cut:], args.block_size, "the twentieth of it that trees are counted on")
-    model.requires_grad_(False)
-    written = own_text(model, ids[:cut], args)
+    written = own_text(model, ids, args)
     train_heads(model, heads, written, args)
     for h in heads.values():
-        h.eval().requires_grad_(False)  # VocabTrim keeps the ids that the base model writes most
-        h.counts = count_ids(written, tokenizer.vocab_size)
-    trees = count_trees(model, heads, ids[cut:], prompts, args)
+        h.eval().requires_grad_(False)
+        h.ready()
+        h.counts = count_ids(written, tokenizer.vocab_size)  # for VocabTrim
+    trees = count_trees(model, heads, counting, prompts, args)
     for kind, h in heads.items():
         save_heads(args.out, kind, h, trees[kind], tokenizer)
 

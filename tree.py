@@ -91,7 +91,7 @@ def check_paths(paths):
     """ValueError naming the first path that can't stand in a tree."""
     seen = {()}
     for path in sorted(paths, key=len):
-        if not path or not all(isinstance(rank, int) and rank >= 0 for rank in path):
+        if not path or not all(type(rank) is int and 0 <= rank < 2**31 for rank in path):
             raise ValueError(f"path {list(path)} isn't a list of ranks, whole numbers from 0")
         if path in seen:
             raise ValueError(f"path {list(path)} is there twice")
@@ -246,14 +246,17 @@ def check_call(model, prompt, drafter, tree, limit):
         raise ValueError(f"a prompt has 1 to block_size={block_size} tokens, not {len(prompt)}")
     if limit < 0:
         raise ValueError(f"limit={limit} is negative")
-    if tree.size > 1:
-        deepest = tree.paths[-1]
-        if drafter is None or len(deepest) > drafter.max_depth:
-            most = 0 if drafter is None else drafter.max_depth
-            raise ValueError(f"path {list(deepest)} is deeper than the {most} heads there are")
-        if tree.max_rank >= model.config.vocab_size:
-            raise ValueError(f"rank {tree.max_rank} is beyond vocab_size={model.config.vocab_size}")
+    check_tree(tree, drafter.max_depth if drafter else 0, model.config.vocab_size)
     return min(limit, block_size - len(prompt))
+
+
+def check_tree(tree, max_depth, vocab_size):
+    """ValueError naming a path that a drafter of this depth and vocabulary can't fill."""
+    for path in tree.paths:
+        if len(path) > max_depth:
+            raise ValueError(f"path {list(path)} is deeper than the {max_depth} heads there are")
+        if path[-1] >= vocab_size:
+            raise ValueError(f"path {list(path)} has a rank beyond vocab_size={vocab_size}")
 
 
 def generate(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, show=None, **options):
@@ -285,8 +288,7 @@ class Lookup:
     """The drafter that needs no training: what followed the last time these tokens stood here.
 
     Prompt lookup decoding (Saxena 2023): of the last three, two or one tokens, the longest run seen
-    before decides. It proposes a chain; copying is free, so it is the yardstick for everything
-    trained."""
+    before decides. Copying is free, so it is the yardstick for everything trained."""
 
     def __init__(self, vocab_size, max_depth=8, longest=3):
         self.vocab_size, self.max_depth, self.longest = vocab_size, max_depth, longest

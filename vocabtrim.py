@@ -19,7 +19,7 @@ drafted and arrives as the base model's correction.
 """
 import torch
 
-from model import UserError
+from model import KVCache, UserError
 
 
 def count_ids(tokens, vocab_size):
@@ -68,3 +68,28 @@ def trim_for(heads, text, temperature):
     device = heads.base.wte.weight.device
     trim(heads, most_frequent(heads.counts, k).to(device) if k else None)
     return k
+
+
+@torch.inference_mode()
+def write_text(model, prompts, new, temperature, seed=0, keep_noise=True):
+    """What the base model writes after prompts (B, P), all at once -> tokens (B, P + new), their
+    hidden states (B, P + new, C), and the noise that decided, temperature * g (B, P + new, V)."""
+    cache, generator = KVCache(model, prompts.shape[1] + new, len(prompts)), torch.Generator()
+    generator.manual_seed(seed)
+    tokens, fed, hidden, noise = prompts, prompts, [], []
+    for _ in range(new):
+        hidden.append(model(fed, cache))
+        cache.keep(range(fed.shape[1]))
+        scores = model.lm_head(hidden[-1][:, -1])
+        if temperature:
+            u = torch.rand(scores.shape, generator=generator).clamp_(min=1e-30)
+            g = u.log_().neg_().log_().mul_(-temperature).to(scores)
+            scores = scores + g
+            noise += [g] if keep_noise else []
+        fed = scores.argmax(-1, keepdim=True)
+        tokens = torch.cat((tokens, fed), 1)
+    hidden.append(model(fed, cache))
+    if noise:
+        before = scores.new_zeros(len(prompts), prompts.shape[1], scores.shape[-1])
+        noise = torch.cat((before, torch.stack(noise, 1)), 1)
+    return tokens, torch.cat(hidden, 1), noise if len(noise) else None

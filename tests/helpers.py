@@ -44,8 +44,8 @@ def random_heads(Heads, model, seed=0, **options):
     heads, generator = Heads(model, **options), torch.Generator().manual_seed(seed)
     for p in heads.parameters():
         torch.nn.init.normal_(p, std=0.3, generator=generator)
-    if seed % 2 and hasattr(heads, "build_tables"):
-        heads.build_tables()
+    if seed % 2:
+        heads.ready()
     return heads.eval().requires_grad_(False)
 
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from helpers import ROOT, run
 
+import bench
 import hydra
 import train
 
 BUDGET = dict(model=260, tokenizer=160, tree=330, medusa=180, hydra=340, vocabtrim=180, train=360,
               bench=360)
+ABSENT = "cuda" if torch.backends.mps.is_available() else "mps"
 TINY = ["--vocab-size", "300", "--n-layer", "1", "--n-embd", "32", "--n-inner", "32",
         "--block-size", "48", "--length", "24", "--base-seconds", "1", "--heads-seconds", "1",
         "--text-seconds", "1", "--calibration", "16"]
@@ -103,7 +105,7 @@ def test_streamed_bytes_become_whole_characters(capsys):
     (["--prompt", "x", "--tree", "bush"], "say auto, chain"),
     (["--prompt", "x", "--tree", "[[0],[0,0],[0,0,0],[0,0,0,0],[0,0,0,0,0]]"],
      "deeper than the 4 heads"),
-    (["--prompt", "x", "--tree", "[[9999]]"], "rank 9999"),
+    (["--prompt", "x", "--tree", "[[9999]]"], "path [9999] has a rank beyond"),
     (["--prompt", "x", "--trim", "-1"], "-1 isn't a number from 0 up"),
     (["--prompt", "x", "--trim", "some"], "'some'"),
     (["--prompt", "x", "--trim", "9999"], "--trim 9999: the vocabulary has only"),
@@ -114,7 +116,12 @@ def test_streamed_bytes_become_whole_characters(capsys):
     (["--prompt", "x", "--top-p", "0"], "0 isn't above 0 and at most 1"),
     (["--prompt", "x", "--top-p", "1.5"], "1.5 isn't above 0 and at most 1"),
     ([], "--prompt"),
-    (["--prompt", "x", "--device", "mps"], "--device mps"),
+    (["--prompt", "x", "--device", ABSENT], f"--device {ABSENT}"),
+    (["--prompt", "x", "--tree", "[[true]]"], "isn't a list of ranks"),
+    (["--prompt", "x", "--tree", "9" * 5000], "--tree 9999"),
+    (["--prompt", "x", "--tree", "[" * 99999], "--tree [[["),
+    (["--prompt", "x", "--tree", f"[[{10**30}]]"], "isn't a list of ranks"),
+    (["--prompt", "x", "--seed", str(2**64)], "is above"),
 ])
 def test_mistakes_get_one_sentence(out, arguments, message, monkeypatch, capsys):
     assert run(monkeypatch, hydra, "--out", out, *arguments) == 2
@@ -144,15 +151,30 @@ def test_damaged_folders(out, tmp_path, monkeypatch, capsys):
 def test_training_mistakes_write_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / "short.txt").write_text("too short", "utf-8")
     (tmp_path / "empty.txt").write_text("", "utf-8")
+    (tmp_path / "middle.txt").write_text("a = 1\n" * 99, "utf-8")
+    (tmp_path / "long.txt").write_text("a = 1\nb = 2\n" * 3000, "utf-8")
     (tmp_path / "latin.txt").write_bytes("Müßiggang".encode("latin-1") * 999)
     (tmp_path / "folder").mkdir()
-    for data, message in [("absent", "there is no such file"), ("short.txt", "tokens and"),
-                          ("empty.txt", "tokens and"), ("latin.txt", "latin.txt isn't UTF-8"),
-                          ("folder", "tokens and")]:
-        code = run(monkeypatch, train, "--data", tmp_path / data, "--out", tmp_path / "out", *TINY)
+    for data, message, *more in [
+            ("absent", "there is no such file"), ("short.txt", "give a text of"),
+            ("empty.txt", "give a text of"), ("middle.txt", "give a text of"),
+            ("latin.txt", "latin.txt isn't UTF-8"), ("folder", "give a text of"),
+            ("x" * 999, "can't be read"), ("long.txt", "n_embd=30", "--n-embd", "30"),
+            ("long.txt", "10 isn't a number from 257 up", "--vocab-size", "10"),
+            ("long.txt", "can't be written", "--out", tmp_path / "long.txt")]:
+        code = run(monkeypatch, train, "--data", tmp_path / data, "--out", tmp_path / "out", *TINY,
+                   *more)
         got = capsys.readouterr()
-        assert code == 2 and message in got.err and got.err.count("\n") == 1
+        assert code == 2 and message in got.err and got.err.count("\n") == 1, (data, got.err)
     assert not (tmp_path / "out").exists()
+
+
+def test_odd_sizes_and_one_line_of_text(tmp_path, monkeypatch, capsys):
+    """A text without a line break has no standard prompts; windows longer than the context."""
+    (tmp_path / "line.txt").write_text("a = 1; b = 2; " * 3000, "utf-8")
+    assert run(monkeypatch, train, "--data", tmp_path / "line.txt", "--out", tmp_path / "out",
+               *TINY, "--block-size", "32", "--length", "64") == 0
+    assert run(monkeypatch, hydra, "--prompt", "a", "--out", tmp_path / "out") == 0
 
 
 def test_resume_keeps_the_base_model(out, tmp_path, monkeypatch, capsys):
@@ -192,6 +214,18 @@ def test_plain_process_ascii_pipe_and_empty_home(out, tmp_path):
     pipe.stdout.close()
     assert b"Traceback" not in pipe.stderr.read() and pipe.wait() == 0
     pipe.stderr.close()
+
+
+def test_bench_prints_its_table_and_one_json_object(out, monkeypatch, capsys):
+    assert run(monkeypatch, bench, "--quick", "--out", out, "--prompts", "2") == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(result) == {"config", "versions", "threads", "step_cost", "methods", "sampled"}
+    for methods in (result["methods"], *result["sampled"].values()):
+        assert list(methods) == ["none", "lookup", "medusa", "medusa trim", "hydra", "hydra trim"]
+        for name, row in methods.items():
+            assert row["identical"] and (name != "none" or row["tokens_per_step"] == 1)
+    assert run(monkeypatch, bench, "--out", out, "--tree", "[[9999]]") == 2
+    assert "path [9999]" in sentence(capsys)
 
 
 def test_the_house_stays_small():

@@ -61,8 +61,8 @@ def test_drafting_computes_what_training_trains(Heads):
     heads = random_heads(Heads, model, n_block=2)
     h, path = torch.randn(3, 16), [7, 2, 9, 4]
     for tables in (False, True):
-        if tables and Heads is Hydra:
-            heads.build_tables()
+        if tables:
+            heads.ready()
         state = heads.start(h, torch.tensor([1, 1, 1]), 0)
         for i, token in enumerate(path):
             state = heads.extend(i, state, torch.tensor([token]))

@@ -161,7 +161,8 @@ def test_checkpoint_round_trip_and_damage(tmp_path, monkeypatch):
         with pytest.raises(m.UserError, match=match) as error:
             m.unpack(m.load_file(path) if content is None else content, path)
         assert "\n" not in str(error.value)
-    for damage in (whole[:len(whole) // 2], b"", b"once upon a time\n", whole[:-100]):
+    for damage in (whole[:len(whole) // 2], whole[:-100], b"", b"once upon a time\n", b"hello",
+                   b"README"):
         path.write_bytes(damage)
         refused("cut short or no checkpoint")
     path.unlink()

@@ -144,7 +144,7 @@ def test_extreme_temperatures_and_logits():
     """Logits of size 1e4 and temperatures from 1e-8: no infinity, no NaN; a tiny one is greedy."""
     logits = 1e4 * torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float32, torch.float64):
-        for temperature in (1e-8, 1e-3, 0.5, 2.0):
+        for temperature in (1e-300, 1e-36, 1e-8, 1e-3, 0.5, 2.0):
             for top_k, top_p in ((0, 1.0), (7, 0.9)):
                 choose = m.Sampler(temperature, top_k, top_p)
                 choose.start(0, 50)
@@ -209,6 +209,10 @@ def test_who_agrees_with_the_model_agrees_with_its_dice(temperature, filters):
     assert set(result["accepted"]) == {depth + 1} and result["steps"] == 10
     blind = t.generate(model, PROMPT, Itself(model), tree, 41, choose=choose, noise=False)
     assert blind["ids"] == result["ids"]
+    trimmed = Itself(model)  # to just the ids of the text: as good
+    trimmed.keep = torch.tensor(sorted(set(result["ids"])))
+    again = t.generate(model, PROMPT, trimmed, tree, 41, choose=choose)
+    assert (again["ids"], again["accepted"]) == (result["ids"], result["accepted"])
     assert (blind["steps"] > 10) == (temperature > 0)
 
 
