@@ -247,10 +247,10 @@ def count_trees(model, heads, ids, prompts, args):
 # the command
 
 SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2,
-         "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 405,
-         "text_seconds": 45, "heads_seconds": 180, "calibration": 64, "seed": 0}
-QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 30,
-         "text_seconds": 6, "heads_seconds": 20, "calibration": 16}
+         "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 370,
+         "text_seconds": 60, "heads_seconds": 220, "calibration": 64, "seed": 0}
+QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 25,
+         "text_seconds": 5, "heads_seconds": 18, "calibration": 16}
 
 
 def parse():
