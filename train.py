@@ -7,7 +7,8 @@ Train everything: corpus -> tokenizer -> base model -> heads, all into one folde
 The corpus is the source of the Python standard library that runs this program, so nothing has to be
 downloaded. Training is planned by the clock, not by steps: the learning rate falls to zero when the
 time is up, and a faster machine simply gets better models. What counts as held out is a fixed tenth
-of the files, which nothing here learns from: every number that is reported comes from there."""
+of the files, which nothing here learns from: the held-out loss and the standard prompts come from
+there. The trees are counted on text after training prompts that only the heads haven't seen."""
 import hashlib
 import platform
 import sys

@@ -4,7 +4,7 @@ The promise: whatever drafts, and whatever the tree, the text is the naive decod
 Everything here is in float64, so "equal" is meant literally. Each property has controls: a fault
 planted from outside, through a seam, that must turn it red. A test that can't fail proves nothing.
 
-The lines of the product that these tests guard; take any one away or bend it, and the suite is red:
+The lines of the product that these tests are meant to guard; bending one should turn the suite red:
 
     tree.py    draft     `state = state[up]`, the keep map, the position of the noise
                walk      `tokens[c] == choice[node]`
