@@ -10,8 +10,8 @@ The lines of the product that these tests are meant to guard; bending one should
                walk      `tokens[c] == choice[node]`
                decode    cutting after the stop token; `tree.cut(room - 1)`; cutting to the ranks
                          that can be drafted; `now`, the levels that the drafter filled;
-The lines of the product that these tests are meant to guard; bending one should turn the suite
-red:
+                         `now.depths + position`; `now.mask`; positions of the choices;
+                         `choose.start`; `cache.keep(path)`;
                          `new`; `h[path]`
                Tree      ancestors in the mask; the cut
     model.py   KVCache   slicing off rows past the end; compaction in `keep`
