@@ -13,16 +13,17 @@ import hashlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from medusa import Medusa, typical_walk, zero
-from model import Sampler, UserError, load_file, save_file, unpack
+from medusa import Lookup, Medusa, typical_walk, zero
+from model import Block, KVCache, Sampler, UserError, additive, load_file, save_file, unpack
 from tokenizer import Tokenizer
-from tree import Lookup, Tree, chain, check_tree, generate
+from tree import Dynamic, Tree, chain, check_tree, generate, parse_paths, picture, walk
 from vocabtrim import trim_for
 
 
@@ -31,7 +32,15 @@ class Hydra(Medusa):
 
     The first block of head i is R x + SiLU(W x + b) over x = [h ; e_0 ; ... ; e_i], with a learned
     R since x is wider than the block. Products of a sum's parts can be added up: the part of h is
-    one product for all heads, and the part of each token is added as it joins the path."""
+    one product for all heads, and the part of each token is added as it joins the path.
+    prefix: one more decoder layer between the base model and the heads, see `look_back`."""
+
+    def __init__(self, model, prefix=False, **options):
+        super().__init__(model, **options)
+        self.options["prefix"] = prefix
+        if prefix:
+            self.prefix = Block(model.config)
+            zero(self.prefix.proj), zero(self.prefix.down)  # starts as the identity, like all else
 
     def make_inlet(self, C):
         """R and W of all first blocks: `inlet` holds the columns of h, `path[i]` those of e_i for
@@ -59,6 +68,26 @@ class Hydra(Medusa):
         added = added.unflatten(-1, (-1, 2, state.shape[-1]))
         return state[..., depth - self.max_depth:, :, :] + added
 
+    def look_back(self, h, position=None):
+        """The prefix-attention layer of Hydra++: a decoder layer whose output over the base
+        model's hidden states takes the place of h, so that the heads see more of the text.
+
+        h (B, T, C): whole texts; or (1, a, C): the rows from `position` on, those before being in
+        the layer's own KV cache. Rows of accepted tokens only: what is rejected never comes here.
+        """
+        if self.prefix is None:
+            return h
+        begin, a = position or 0, h.shape[1]
+        rotary = torch.view_as_complex(self.base.rotary[begin:begin + a, None])
+        if position is None:
+            return self.prefix(h, rotary)
+        if position == 0:  # a new text
+            self.cache = KVCache(self.base, self.base.config.block_size, n_layer=1)
+        assert self.cache.length == position, (self.cache.length, position)
+        h = self.prefix(h, rotary, additive(None, a, position, h), self.cache)
+        self.cache.keep(range(a))
+        return h
+
     def ready(self):
         """The embeddings are frozen, so each token's product can be looked up: an exact identity
         that trades 4 K (K + 1) V C bytes of memory for the reading of `path`."""
@@ -66,7 +95,8 @@ class Hydra(Medusa):
             self.tables = [path(self.base.wte.weight) for path in self.path]
 
 
-KINDS = {"medusa": Medusa, "hydra": Hydra}  # the better ones last
+KINDS = {"medusa": Medusa, "hydra": Hydra, "hydra++": partial(
+    Hydra, prefix=True, n_block=4, objective="teacher")}  # the better ones last
 
 
 def fingerprint(model):
@@ -130,29 +160,15 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the options)")
 
 
-def at_least(low, kind=int, high=2**60):
-    """An argparse type: a number from `low` to `high`."""
-    def number(text):
-        value = kind(text)
-        if not low <= value:  # false for NaN too
-            raise argparse.ArgumentTypeError(f"{text} isn't a number from {low} up")
-        if value > high:
-            raise argparse.ArgumentTypeError(f"{text} is above {high}")
-        return value
-    return number
-
-
-def auto_or(kind):
+def number(low, high=2**60, kind=int, word=None):
+    """An argparse type: a number from `low` to `high`, or this word."""
     def value(text):
-        return text if text == "auto" else kind(text)
+        if text == word:
+            return text
+        if not low <= kind(text) <= high:  # false for NaN too
+            raise argparse.ArgumentTypeError(f"{text} isn't a number from {low} to {high:.4g}")
+        return kind(text)
     return value
-
-
-def share(text):
-    """An argparse type: a number above 0, at most 1."""
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} isn't above 0 and at most 1")
-    return float(text)
 
 
 def command(main):
@@ -199,21 +215,21 @@ def make_tree(text, drafter, temperature, device):
     if drafter is None:
         return Tree()
     try:
+        if text == "dynamic":  # as many nodes as auto takes, but never the root alone
+            return Dynamic(max(2, 1 + counted_at(drafter, temperature)["auto"]), drafter.max_depth)
         if text == "chain":
             paths = chain(drafter.max_depth)
         elif text == "auto" or text.isdecimal() and int(text) > 0:  # N nodes with the root
             counted = counted_at(drafter, temperature)
             paths = counted["paths"][:counted["auto"] if text == "auto" else int(text) - 1]
         else:
-            paths = json.loads(text)
-            if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
-                raise ValueError("it is no list of lists of ranks")
+            paths = parse_paths(text)
         tree = Tree(paths, device)
         check_tree(tree, drafter.max_depth, drafter.vocab_size)
         return tree
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--tree {text[:80]}: {error}; say auto, chain, a number of nodes from 1 "
-                        "up, or paths such as [[0],[1],[0,0]]") from None
+        raise UserError(f"--tree {text[:80]}: {error}; say auto, chain, dynamic, a number of "
+                        "nodes from 1 up, or paths such as [[0],[1],[0,0]]") from None
 
 
 def counted_at(drafter, temperature):
@@ -228,31 +244,49 @@ def parse():
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--heads", choices=["none", "lookup", *KINDS],
                         help="who drafts; default: the best that the folder --out holds")
-    parser.add_argument("--tree", default="auto", metavar="auto|chain|N|PATHS",
+    parser.add_argument("--tree", default="auto", metavar="auto|chain|dynamic|N|PATHS",
                         help="N = nodes with the root, PATHS = JSON such as [[0],[1],[0,0]]")
-    parser.add_argument("--trim", type=auto_or(at_least(0)), default="auto", metavar="auto|K",
+    parser.add_argument("--trim", type=number(0, word="auto"), default="auto", metavar="auto|K",
                         help="draft from the K most frequent ids; 0 = from all")
-    parser.add_argument("--max-new-tokens", type=at_least(0), default=128, metavar="N")
-    parser.add_argument("--temperature", type=at_least(0, float, 1e6), default=0.0,
-                        metavar="T",
+    parser.add_argument("--max-new-tokens", type=number(0), default=128, metavar="N")
+    parser.add_argument("--temperature", type=number(0, 1e6, float), default=0.0, metavar="T",
                         help="0 = always the likeliest token")
-    parser.add_argument("--top-k", type=at_least(0), default=0, metavar="K", help="0 = off")
-    parser.add_argument("--top-p", type=share, default=1.0, metavar="P", help="above 0; 1 = off")
-    parser.add_argument("--seed", type=at_least(0), default=0)
+    parser.add_argument("--top-k", type=number(0), default=0, metavar="K", help="0 = off")
+    parser.add_argument("--top-p", type=number(1e-9, 1, float), default=1.0, metavar="P",
+                        help="above 0; 1 = off")
+    parser.add_argument("--seed", type=number(0), default=0)
     parser.add_argument("--typical", action="store_true", help="accept what is plausible: lossy, "
                         "the text is no longer the base model's own")
+    parser.add_argument("--trace", action="store_true", help="show each step's tree and the path "
+                        "accepted; on a terminal colour what was accepted, rejected, bonus")
     parser.add_argument("--out", default="out", help="the folder that train.py filled")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the text")
     return parser.parse_args()
 
 
-def printer(tokenizer):
-    """A function that prints tokens as they come; a character cut in two waits for its rest."""
+def printer(tokenizer, colour=False):
+    """A function that prints tokens as they come; a character cut in two waits for its rest. In
+    colour, accepted drafts are green."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def show(ids, final=False):
-        print(decoder.decode(tokenizer.decode_bytes(ids), final), end="", flush=True)
+        drafts = decoder.decode(tokenizer.decode_bytes(ids[:-1]))
+        drafts = f"\33[32m{drafts}\33[0m" if colour else drafts
+        bonus = decoder.decode(tokenizer.decode_bytes(ids[-1:]), final)
+        print(drafts + bonus, end="", flush=True)
+    return show
+
+
+def traced(accept, tokenizer, colour):
+    """`accept`, printing each step's tree on stderr: > and green = accepted, red = rejected."""
+    def show(tree, tokens, choice, *rest):
+        path = accept(tree, tokens, choice, *rest)
+        print(file=sys.stderr)
+        for line in picture(tree, [repr(tokenizer.decode([t])) for t in tokens], path).split("\n"):
+            line = f"\33[3{2 if line[0] == '>' else 1}m{line}\33[0m" if colour else line
+            print(line, file=sys.stderr)
+        return path
     return show
 
 
@@ -272,12 +306,14 @@ def main():
     elif kind == "lookup":
         drafter = Lookup(model.config.vocab_size)
     tree = make_tree(args.tree, drafter, args.temperature, device)
-    show = None if args.json else printer(tokenizer)
+    colour, accept = args.trace and sys.stdout.isatty(), typical_walk if args.typical else walk
+    show = None if args.json else printer(tokenizer, colour)
+    accept = traced(accept, tokenizer, colour) if args.trace else accept
     if args.typical:
         print("--typical is lossy: this text is no longer the base model's own", file=sys.stderr)
     choose = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
     result = generate(model, prompt, drafter, tree, args.max_new_tokens, tokenizer.stop, show,
-                      choose=choose, accept=typical_walk if args.typical else None)
+                      choose=choose, accept=accept)
     result = {"prompt_ids": prompt, "ids": result["ids"], "text": tokenizer.decode(result["ids"]),
               **result, "heads": kind, "tree_nodes": tree.size, "trim": trimmed}
     if args.json:
@@ -295,10 +331,9 @@ def figures(result, why):
     speed = f"{(count - 1) / result['seconds']:.0f} tokens/s" if rate else "no step"
     tree = f"tree of {result['tree_nodes']}" + f" (auto: {why})" * bool(why)
     ids = f", drafts of {result['trim']} ids" * bool(result["trim"])
-    return (f"[{result['heads']}, {tree}{ids}] {count} tokens in "
-            f"{result['steps']} steps, {rate or 0:.2f} tokens per step, {speed}; prompt "
-            f"{result['prompt_seconds']:.3f} s, then {result['seconds']:.3f} s; "
-            f"finish: {result['finish']}")
+    return (f"[{result['heads']}, {tree}{ids}] {count} tokens in {result['steps']} steps, "
+            f"{rate or 0:.2f} tokens per step, {speed}; prompt {result['prompt_seconds']:.3f} s, "
+            f"then {result['seconds']:.3f} s; finish: {result['finish']}")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,41 @@ The base model has just computed the hidden state h at position t and chosen tok
 (0-based) guesses token t + 2 + i from h alone, so a tree of guesses costs one small pass, but head
 1 can't know which of head 0's guesses it continues (Medusa, Cai et al. 2024, section 2.1). Hydra's
 heads can; they are these with another `extend`."""
-import statistics
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from tree import Tree, expected_tokens, generate
+
+class Lookup:
+    """The drafter that needs no training: what followed the last time these tokens stood here.
+
+    Prompt lookup decoding (Saxena 2023): of the last three, two or one tokens, the longest run seen
+    before decides. Copying is free, so it is the yardstick for everything trained."""
+
+    def __init__(self, vocab_size, max_depth=8, longest=3):
+        self.vocab_size, self.max_depth, self.longest = vocab_size, max_depth, longest
+
+    def start(self, h, tokens, position):
+        if position == 0:
+            self.text, self.after = [], {}
+        for token in tokens.tolist():
+            self.text.append(token)
+            for n in range(1, self.longest + 1):  # what follows this run begins at the text's end
+                self.after[tuple(self.text[-n:])] = len(self.text)
+        return h[-1:]
+
+    def extend(self, depth, state, tokens):
+        if depth == 0:
+            text = self.text + tokens.tolist()
+            runs = (tuple(text[-n:]) for n in range(self.longest, 0, -1))
+            begin = next((self.after[run] for run in runs if run in self.after), len(text))
+            self.guess = text[begin:]
+        return state if depth < len(self.guess) else None
+
+    def logits(self, depth, state):
+        row = state.new_zeros(1, self.vocab_size)
+        row[0, self.guess[depth]] = 1e4  # certain, yet finite
+        return row
 
 
 class ResBlock(nn.Module):
@@ -35,17 +63,19 @@ class Medusa(nn.Module):
     """K heads of `n_block` residual blocks, and one LM head: the base model's, frozen, or one each.
 
     The state is what the first block of every head has seen so far, (rows, K, 2, C): its skip part
-    and the inside of its SiLU. Before training all heads are the base model's own LM head."""
+    and the inside of its SiLU. Before training all heads are the base model's own LM head.
+    objective: "hard" labels or the "teacher", see `loss`."""
 
-    def __init__(self, model, n_head=4, n_block=1, own_lm_head=False):
+    def __init__(self, model, n_head=4, n_block=1, own_lm_head=False, objective="hard"):
         super().__init__()
         C = model.config.n_embd
-        self.options = {"n_head": n_head, "n_block": n_block, "own_lm_head": own_lm_head}
+        self.options = {"n_head": n_head, "n_block": n_block, "own_lm_head": own_lm_head,
+                        "objective": objective}
         self.max_depth, self.vocab_size = n_head, model.config.vocab_size
         # subtle: past nn.Module, or the base model's weights would be trained and saved with the
         # heads
         object.__setattr__(self, "base", model)
-        self.inlet = self.make_inlet(C)
+        self.inlet, self.prefix = self.make_inlet(C), None
         self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(C) for _ in range(n_block - 1)))
                                     for _ in range(n_head))  # made anew: [block] * n shares weights
         self.lm_heads = nn.ModuleList(nn.Linear(C, model.config.vocab_size, bias=False)
@@ -65,10 +95,14 @@ class Medusa(nn.Module):
         inside = self.inlet(h).unflatten(-1, (self.max_depth, -1))
         return torch.stack((h.unsqueeze(-2).expand_as(inside), inside), -2)
 
+    def look_back(self, h, position=None):
+        """What the heads see of the hidden states: Hydra++ puts a layer between."""
+        return h
+
     # the three methods of a drafter
 
     def start(self, h, tokens, position):
-        return self.enter(h[-1:])
+        return self.enter(self.look_back(h[None], position)[0, -1:])
 
     def extend(self, depth, state, tokens):
         return state  # independent: whatever was put on the path, the head sees the same
@@ -88,20 +122,28 @@ class Medusa(nn.Module):
 
     def guesses(self, h, tokens):
         """h (B, T, C) of the base model on tokens (B, T) -> for each head i its logits
-        (B, T - 2 - i, V) and labels (B, T - 2 - i), through the same methods that draft."""
-        T, state = tokens.shape[1], self.enter(h)
+        (B, T - 2 - i, V), computed through the same methods that draft."""
+        T, state = tokens.shape[1], self.enter(self.look_back(h))
         for i in range(self.max_depth):
             # row t knows the tokens up to t + 1 + i and guesses token t + 2 + i; the last 2 + i
             # rows have no label
             state = self.extend(i, state[:, :T - 2 - i], tokens[:, 1 + i:T - 1])
-            yield self.logits(i, state), tokens[:, 2 + i:]
+            yield self.logits(i, state)
 
-    def loss(self, h, tokens):
-        """-> (loss to minimise, losses of the K heads): the sum over heads of 0.8^(i+1) times the
-        cross entropy of head i, the base model frozen (Medusa-1, section 2.2.1)."""
-        losses = [F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-                  for logits, labels in self.guesses(h, tokens)]
-        return sum(0.8 ** (i + 1) * loss for i, loss in enumerate(losses)), losses
+    def loss(self, h, tokens, teacher=None, labels=None, bias=0.0):
+        """-> (loss to minimise, losses of the K heads), the base model frozen. teacher (B, T, V):
+        its own distributions after each token.
+
+        "hard": the sum over heads of 0.8^(i+1) times the cross entropy with the true token
+        (Medusa-1, section 2.2.1). "teacher": the cross entropy with the base model's distribution
+        at t + 1 + i, all heads alike (Hydra++). Heads that are trimmed need the teacher and the
+        labels (by default the tokens) among their ids, and may need a bias (V,), see train.py."""
+        losses, hard = [], self.options["objective"] == "hard"
+        labels = tokens if labels is None else labels
+        for i, logits in enumerate(self.guesses(h, tokens)):
+            target = labels[:, 2 + i:] if hard else teacher[:, 1 + i:-1]
+            losses.append(F.cross_entropy((logits + bias).flatten(0, 1), target.flatten(0, 1)))
+        return sum((0.8 ** (i + 1) if hard else 1.0) * loss for i, loss in enumerate(losses)), losses
 
     @torch.no_grad()
     def ranks(self, h, tokens, noise=None):
@@ -110,9 +152,9 @@ class Medusa(nn.Module):
         noise (B, T, V): temperature * g for the choice of the token at each position, or None.
         """
         ranks = []
-        for i, (scores, labels) in enumerate(self.guesses(h, tokens)):
+        for i, scores in enumerate(self.guesses(h, tokens)):
             scores = scores if noise is None else scores + noise[:, 2 + i:]
-            better = scores > scores.gather(-1, labels.unsqueeze(-1))
+            better = scores > scores.gather(-1, tokens[:, 2 + i:, None])
             ranks.append(better.sum(-1)[:, :tokens.shape[1] - 1 - self.max_depth])
         return torch.stack(ranks, -1)
 
@@ -133,23 +175,3 @@ def typical_walk(tree, tokens, choice, logits, choose, epsilon=0.09, delta=0.3):
         if parent in paths and p[parent, tokens[node]] > bar[parent]:
             paths[node] = paths[parent] + [node]
     return max(paths.values(), key=len)  # the first of the longest: nodes are in order of rank
-
-
-def step_cost(model, drafter, counted, prompts, sizes=(1, 2, 4, 6, 8, 12, 16, 24, 32)):
-    """{N: seconds of a step with N nodes, drafting included}, medians, the sizes interleaved."""
-    sizes = [n for n in sizes if n <= len(counted) + 1]
-    trees = [Tree([path for path, _ in counted[:n - 1]], model.wte.weight.device) for n in sizes]
-    seconds = {n: [] for n in sizes}
-    for prompt in prompts:
-        for n, tree in zip(sizes, trees):
-            run = generate(model, prompt, drafter, tree, 24)
-            seconds[n].append(run["seconds"] / run["steps"])
-    return {n: statistics.median(s) for n, s in seconds.items()}
-
-
-def best_size(counted, total, cost):
-    """The number of nodes with the most tokens per second, by the counts and the measured cost of a
-    step -> (that number, a sentence that says why)."""
-    n = max(cost, key=lambda n: expected_tokens(counted, total, n) / cost[n])
-    return n, (f"{n} nodes: {expected_tokens(counted, total, n):.2f} tokens a step at "
-               f"{cost[n] / cost[1]:.2f}x the time of a plain step")

@@ -43,9 +43,10 @@ class KVCache:
     moved them next to the prefix. So taking back a rejected draft costs nothing: it was never kept.
     """
 
-    def __init__(self, model, rows, batch=1):
+    def __init__(self, model, rows, batch=1, n_layer=None):
         c, like = model.config, model.wte.weight
-        self.data = like.new_zeros(c.n_layer, 2, batch, c.n_kv_head, rows, c.n_embd // c.n_head)
+        self.data = like.new_zeros(n_layer or c.n_layer, 2, batch, c.n_kv_head, rows,
+                                   c.n_embd // c.n_head)
         self.length = 0
 
     def write(self, layer, k, v):

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from hydra import (KINDS, Parser, at_least, command, load_base, make_folder, pick_device,
+from hydra import (KINDS, Parser, number, command, load_base, make_folder, pick_device,
                    save_heads)
-from medusa import best_size, step_cost
 from model import GPT, GPTConfig, UserError, save_file
 from tokenizer import Tokenizer, count_pretokens, standard_prompts, train_bpe
-from tree import count_paths, generate
-from vocabtrim import count_ids, trim, trim_for, write_text
+from tree import generate
+from vocabtrim import (best_size, count_ids, count_paths, some_ids, step_cost, trim, trim_for,
+                       write_text)
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "ensurepip",
         "lib2to3", "pydoc_data", "turtledemo", "__pycache__"}  # tests, tables, bundled
@@ -127,8 +127,8 @@ def windows(ids, batch, length, generator):
 
 
 def fit(name, module, draw, loss_of, seconds, peak):
-    """AdamW for `seconds`; draw(share of the time that is gone) -> x; loss_of(x) -> (loss,
-    text)."""
+    """AdamW for `seconds`; draw(share of the time that is gone) -> tensors, the tokens first;
+    loss_of(*tensors) -> (loss, text)."""
     groups = {"matrices": [], "embedding": [], "others": []}
     for key, p in module.named_parameters():
         groups["others" if p.dim() < 2 else "embedding" if "wte" in key else "matrices"].append(p)
@@ -136,19 +136,19 @@ def fit(name, module, draw, loss_of, seconds, peak):
     optimizer = torch.optim.AdamW([
         {"params": groups["matrices"], "rate": peak, "weight_decay": 0.1},
         {"params": groups["embedding"], "rate": EMBEDDING_RATE * peak},
-        {"params": groups["others"], "rate": peak}], betas=(0.9, 0.95), weight_decay=0.0)
+        {"params": groups["others"], "rate": peak}], betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     progress, step, text = Progress(name, seconds), 0, ""
     while progress.done() < 1:
         for group in optimizer.param_groups:
             group["lr"] = group["rate"] * schedule(progress.done(), step)
         x = draw(progress.done())
-        loss, text = loss_of(x)
+        loss, text = loss_of(*x)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         step += 1
-        speed = step * x.numel() / (time.monotonic() - progress.begin)
+        speed = step * x[0].numel() / (time.monotonic() - progress.begin)
         progress.show(f"step {step}, {text}, {speed:.0f} tokens/s")
     progress.show(f"step {step}, {text}", last=True)
 
@@ -174,7 +174,7 @@ def train_base(model, ids, args):
 
     def draw(done):  # at first twice as many windows of half the length: near context comes first
         half = 2 if done < 0.6 else 1
-        return windows(ids, args.batch * half, args.length // half + 1, generator)
+        return [windows(ids, args.batch * half, args.length // half + 1, generator)]
 
     def loss_of(x):
         loss = next_token_loss(model, x)
@@ -186,34 +186,48 @@ def train_base(model, ids, args):
 
 
 def own_text(model, ids, args, rows=64):
-    """Text for the heads to learn from, (rows, block_size): each begins with an eighth from the
-    corpus and goes on as the base model does, greedily and at the other temperatures in turn."""
+    """Text for the heads to learn from, (rows, block_size), and its hidden states: each begins
+    with an eighth from the corpus and goes on as the base model does, greedily and at the other
+    temperatures in turn."""
     generator, written = torch.Generator().manual_seed(args.seed + 1), []
     progress, P = Progress("own text", args.text_seconds), args.block_size // 8
     while progress.done() < 1 or len(written) < len(TEMPERATURES):
         temperature = TEMPERATURES[len(written) % len(TEMPERATURES)]
         written.append(write_text(model, windows(ids, rows, P, generator), args.block_size - P,
-                                  temperature, args.seed + len(written), keep_noise=False)[0])
+                                  temperature, args.seed + len(written), keep_noise=False)[:2])
         progress.show(f"{rows * len(written)} texts of {args.block_size} tokens")
     progress.show(f"{rows * len(written)} texts of {args.block_size} tokens", last=True)
-    return torch.cat(written)
+    return [torch.cat(part) for part in zip(*written)]
 
 
-def train_heads(model, heads, texts, args):
-    """All sets of heads on the same batches: the base model computes its hidden states once."""
+def train_heads(model, heads, texts, hidden, args):
+    """All sets of heads on the same batches, whose hidden states came with the text: the base model
+    itself is needed no more, but for its LM head. Of that, each batch reads the rows of some ids
+    only, or it would take most of the time."""
     generator = torch.Generator().manual_seed(args.seed + 2)
+    place = torch.zeros(model.config.vocab_size, dtype=torch.long, device=texts.device)
 
-    def draw(done):
-        return texts[torch.randint(len(texts), (args.batch,), generator=generator)]
+    def draw(done):  # small batches: many steps on few tokens teach heads more than few on many
+        rows = torch.randint(len(texts), (args.heads_batch,), generator=generator)
+        return texts[rows], hidden[rows]
 
-    def loss_of(x):
+    def loss_of(x, h):
         with torch.no_grad():
-            h = model(x)
-        losses = {kind: set_of_heads.loss(h, x) for kind, set_of_heads in heads.items()}
+            teacher = model.lm_head(h).softmax(-1)
+            ids, bias = some_ids(teacher, x, generator)
+            teacher = teacher[..., ids] * bias.exp()
+            teacher /= teacher.sum(-1, keepdim=True)
+            place[ids] = torch.arange(len(ids), device=ids.device)
+        losses = {}
+        for kind, set_of_heads in heads.items():
+            trim(set_of_heads, ids)
+            losses[kind] = set_of_heads.loss(h, x, teacher, place[x], bias)
         text = ", ".join(f"{kind} {each[0]:.2f}..{each[-1]:.2f}"
                          for kind, (_, each) in losses.items())
         return sum(loss for loss, _ in losses.values()), text
     fit("heads", torch.nn.ModuleDict(heads), draw, loss_of, args.heads_seconds, args.heads_lr)
+    for set_of_heads in heads.values():
+        trim(set_of_heads, None)
 
 
 # trees from counting
@@ -248,8 +262,8 @@ def count_trees(model, heads, ids, prompts, args):
 # the command
 
 SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2,
-         "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 370,
-         "text_seconds": 60, "heads_seconds": 220, "calibration": 64, "seed": 0}
+         "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 390,
+         "text_seconds": 50, "heads_batch": 2, "heads_seconds": 330, "calibration": 64, "seed": 0}
 QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 25,
          "text_seconds": 5, "heads_seconds": 18, "calibration": 16}
 
@@ -264,11 +278,11 @@ def parse():
     parser.add_argument("--resume", action="store_true", help="keep the base model that DIR holds")
     for name, value in SIZES.items():
         least = {"seed": 0, "vocab_size": 257, "block_size": 16, "calibration": 16, "length": 16}
-        parser.add_argument("--" + name.replace("_", "-"), type=at_least(least.get(name, 1)),
+        parser.add_argument("--" + name.replace("_", "-"), type=number(least.get(name, 1)),
                             default=value, metavar="N",
                             help=f"default {value}, with --quick {QUICK.get(name, value)}")
-    parser.add_argument("--lr", type=at_least(0, float), default=2e-3, help="peak, base model")
-    parser.add_argument("--heads-lr", type=at_least(0, float), default=2e-3, help="peak, heads")
+    parser.add_argument("--lr", type=number(0, kind=float), default=2e-3, help="peak, base model")
+    parser.add_argument("--heads-lr", type=number(0, kind=float), default=2e-3, help="peak, heads")
     if parser.parse_args().quick:
         parser.set_defaults(**QUICK)
     return parser.parse_args()
@@ -330,8 +344,8 @@ def main():
     print(f"sample, after a held-out prompt:\n{tokenizer.decode(prompts[0])}\u2502"
           f"{tokenizer.decode(text)}", flush=True)
     heads = {kind: Heads(model).to(args.device) for kind, Heads in KINDS.items()}
-    written = own_text(model, ids, args)
-    train_heads(model, heads, written, args)
+    written, hidden = own_text(model, ids, args)
+    train_heads(model, heads, written, hidden, args)
     for h in heads.values():
         h.eval().requires_grad_(False)
         h.ready()

@@ -4,8 +4,7 @@ Speculative decoding with a tree: candidate tree, drafting, verification, the de
 A *drafter* guesses what comes next, several ways at once; the guesses form a tree whose root is the
 token that the base model has already chosen. One base-model call computes all nodes side by side,
 each seeing only its ancestors (tree attention, Medusa section 2.1.2), and the *walk* keeps the path
-that the base model itself would have taken. Plain decoding is the same loop with the empty tree:
-only the root.
+that the base model itself would have taken. Plain decoding is the same loop with only the root.
 
 A drafter is three methods and a number; this is all that Medusa, Hydra and Lookup have in common:
 
@@ -14,26 +13,45 @@ A drafter is three methods and a number; this is all that Medusa, Hydra and Look
                                   text. -> the state drafting starts from, one row
     extend(depth, state, tokens)  the state, one row a parent, after these tokens (parents,) joined
                                   the path; depth 0 is the root. None = nothing to propose
-    logits(depth, state)          (rows, V): scores for the children of nodes at this depth. A
-                                  single row means that all parents share it
+    logits(depth, state)          (rows, V): scores for the children of nodes at this depth; a
+                                  single row is shared by all parents
     max_depth                     how deep a tree it can fill
 
 A state is whatever can be indexed by row. N nodes, root included; D depth; V vocabulary.
 """
+import argparse
+import json
+import sys
 import time
-from collections import Counter
+from itertools import product
 
 import torch
 
 from model import KVCache, Sampler
 
 
-class Tree:
+class Nodes:
+    """The shape of a tree from each node's parent, a node of lower number; node 0 is the root."""
+
+    def __init__(self, parent, device="cpu"):
+        self.parent, self.size, self.device = parent, len(parent), device
+        self.depth, self.children = [0], [[] for _ in parent]
+        for i, up in enumerate(parent[1:], 1):
+            self.depth.append(self.depth[up] + 1)
+            self.children[up].append(i)
+        self.max_depth = max(self.depth)
+        self.depths = torch.tensor(self.depth, device=device)
+        self.mask = torch.eye(self.size, dtype=torch.bool, device=device)
+        up = torch.tensor([0, *parent[1:]], device=device)
+        for _ in range(self.max_depth):  # a node sees itself and what its parent sees
+            self.mask |= self.mask[up]
+
+
+class Tree(Nodes):
     """A candidate tree from paths of ranks, the same at every step.
 
-    The path (2, 0) is the best guess after the third best guess after the root. Every parent has to
-    be there. Nodes are numbered breadth first, so that a tree cut at a depth is a prefix of its
-    nodes.
+    The path (2, 0) is the best guess after the third best guess after the root; its parent (2,)
+    has to be there. Breadth first, so that a tree cut at a depth is a prefix of its nodes.
 
         >>> tree = Tree([(0,), (1,), (0, 0)])
         >>> tree.parent, tree.depth, tree.children
@@ -45,35 +63,20 @@ class Tree:
         check_paths(paths)
         self.paths = sorted(paths, key=lambda path: (len(path), path))
         node = {path: i for i, path in enumerate([(), *self.paths])}
-        self.size, self.device = len(node), device
-        self.parent = [-1] + [node[path[:-1]] for path in self.paths]
-        self.depth = [len(path) for path in node]
-        self.children = [[] for _ in node]
-        for i, up in enumerate(self.parent[1:], 1):
-            self.children[up].append(i)
-        self.max_depth = self.depth[-1]
+        super().__init__([-1] + [node[path[:-1]] for path in self.paths], device)
         self.max_rank = max((path[-1] for path in self.paths), default=-1)
-        self.depths = torch.tensor(self.depth, device=device)
-        self.mask = torch.eye(self.size, dtype=torch.bool)  # a node sees itself and its ancestors
-        for i, up in enumerate(self.parent[1:], 1):
-            self.mask[i] |= self.mask[up]
-        self.mask = self.mask.to(device)
         self.levels = [self.level(d, node) for d in range(self.max_depth)]
         self.cuts = {}
 
     def level(self, depth, node):
-        """How to get from depth to depth + 1, as index tensors over the parents at this depth:
-        their nodes, their own parents' places in the level above, and each child's (place,
-        rank)."""
-        def parents(d):
-            return [i for i, at in enumerate(self.depth) if at == d and self.children[i]]
-        here, above = parents(depth), parents(depth - 1)
-        up = [above.index(self.parent[i]) for i in here if depth]
+        """Of the nodes at depth + 1: the number of their parents, how many guesses each of these
+        needs; and as index tensors their parents' places, their ranks, which have children too."""
         paths = [path for path in self.paths if len(path) == depth + 1]
-        place = [here.index(node[path[:-1]]) for path in paths]
-        rank = [path[-1] for path in paths]
-        return (*(torch.tensor(x, dtype=torch.long, device=self.device)
-                  for x in (here, up, place, rank)), max(rank) + 1)
+        parents = sorted({path[:-1] for path in paths})
+        place, rank = [parents.index(path[:-1]) for path in paths], [path[-1] for path in paths]
+        onward = [i for i, path in enumerate(paths) if self.children[node[path]]]
+        return len(parents), max(rank) + 1, *(torch.tensor(x, dtype=torch.long, device=self.device)
+                                              for x in (place, rank, onward))
 
     def cut(self, depth, width=None):
         """The tree down to this depth, and with ranks below `width` (what a drafter can
@@ -85,6 +88,56 @@ class Tree:
             paths = [p for p in self.paths if len(p) <= depth and max(p) < width]
             self.cuts[depth, width] = Tree(paths, self.device)
         return self.cuts[depth, width]
+
+    def pick(self, depth, scores):
+        """scores (rows, k) of the parents' children -> the places of the nodes' parents, which of
+        the k they are, and which nodes go on."""
+        parents, width, place, rank, onward = self.levels[depth]
+        best = scores.topk(width).indices.expand(parents, -1)  # the best first
+        return place, best[place, rank], onward
+
+    def filled(self, tokens):
+        """-> (the nodes that the drafter filled, their tokens): the upper levels, at times."""
+        return self.cut(self.depth[len(tokens) - 1]), tokens
+
+
+class Dynamic:
+    """A tree grown anew at each step where the drafter is confident (EAGLE-2, Li et al. 2024;
+    OPT-Tree, Wang et al. 2024).
+
+    Level by level, the `width` likeliest nodes get children; of all these candidates the likeliest
+    size - 1 stay. A node's likelihood is the product of softmax(draft logits + temperature * noise)
+    along its path, so no parent is less likely than its child."""
+    paths = ()  # any rank may come, and none is too high
+
+    def __init__(self, size, max_depth, width=8):
+        self.size, self.max_depth, self.width = size, max_depth, width
+
+    def cut(self, depth, width=None):
+        if depth < 1 or self.size == 1:
+            return Tree()
+        return self if depth >= self.max_depth else Dynamic(self.size, depth, self.width)
+
+    def pick(self, depth, scores):
+        if depth == 0:
+            self.parent, self.value = [torch.tensor([-1])], [scores.new_zeros(1)]
+        likely = self.value[-1][:self.width, None] + scores.log_softmax(-1)
+        best, flat = likely.flatten().topk(min(self.size - 1, likely.numel()))
+        place, which = flat // likely.shape[1], flat % likely.shape[1]
+        above = sum(map(len, self.parent[:-1]))  # how many nodes come before the parents' level
+        self.parent.append(above + place)
+        self.value.append(best)
+        return place, which, slice(self.width)
+
+    def filled(self, tokens):
+        if len(tokens) == 1:  # nothing was proposed
+            return Tree(), tokens
+        # subtle: a stable order puts a parent before a child that is just as likely
+        order = torch.cat(self.value).argsort(descending=True, stable=True)
+        order = order[:self.size].sort().values
+        number = {node: i for i, node in enumerate(order.tolist())}
+        parents = torch.cat([x.to(order) for x in self.parent])[order].tolist()
+        return Nodes([-1] + [number[up] for up in parents[1:]], tokens.device), tokens[order]
 
 
 def check_paths(paths):
@@ -107,79 +160,44 @@ def chain(depth):
 
 def full(depth, width):
     """The paths of the full tree: `width` guesses after every node, down to `depth`."""
-    paths, level = [], [()]
-    for _ in range(depth):
-        level = [path + (rank,) for path in level for rank in range(width)]
-        paths += level
-    return paths
+    return [path for d in range(1, depth + 1) for path in product(range(width), repeat=d)]
 
 
-def count_paths(ranks, most=300, widest=64):
-    """The most frequent paths of ranks, with their counts: [(path, count), ...], the best first.
-
-    ranks: rows of the ranks that the true next tokens had, one row a position, one column a head. A
-    path counts once for each row that it begins, so `count / len(ranks)` is how often a node there
-    would have been accepted, and the tree of the N - 1 first paths is the best one of N nodes: its
-    expected number of accepted drafts is the sum over its nodes, each node's share is its own, and
-    no parent is rarer than its child (ties: the shallower first).
-
-        >>> ranks = [[0, 0], [0, 1], [0, 0], [1, 0], [2, 2]]
-        >>> count_paths(ranks)[:4]
-        [((0,), 3), ((0, 0), 2), ((1,), 1), ((2,), 1)]
-        >>> expected_tokens(count_paths(ranks), len(ranks), 4)  # 1 + (3 + 2 + 1) / 5
-        2.2
-    """
-    counts = Counter()
-    for row in ranks:
-        for depth in range(1, len(row) + 1):
-            if row[depth - 1] >= widest:
-                break  # too deep in the ranking for any tree
-            counts[tuple(row[:depth])] += 1
-    return sorted(counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))[:most]
-
-
-def expected_tokens(counted, total, nodes):
-    """Tokens per step of the best tree of this many nodes, were all counted positions its roots."""
-    return 1 + sum(count for _, count in counted[:nodes - 1]) / total
+def guesses(drafter, depth, state, choose, position):
+    """-> scores (rows, k) for the children of nodes at this depth, and the k ids they are of. With
+    the base model's `choose`, the guesses are ranked with the very noise that will decide at their
+    position, so that a drafter that agrees with the model agrees with its dice too."""
+    scores, ids = drafter.logits(depth, state), getattr(drafter, "keep", None)
+    ids = torch.arange(scores.shape[-1], device=scores.device) if ids is None else ids
+    return choose.scores(scores, [position + 1 + depth], PENALTY, ids) if choose else scores, ids
 
 
 PENALTY = 1e4  # what the filters block comes last in a drafter's ranking, but still in its order
 
 
 def draft(drafter, tree, state, root, choose=None, position=0):
-    """Fill the tree, one batched call a level -> tokens (n,) of its first n nodes.
+    """Fill the tree, one batched call a level -> the nodes that were filled, their tokens.
 
-    n < N where the drafter has nothing more to propose. state: one row; root: (1,) its token;
-    position: the root's. With the base model's `choose` the guesses are ranked with the very noise
-    that will decide at their position, so that a drafter that agrees with the model agrees with its
-    dice too."""
-    keep = getattr(drafter, "keep", None)  # the ids that the logits are of, where not of all
-    tokens = level_tokens = root
-    first = 0  # number of the first node of the level
-    for depth, (parents, up, place, rank, width) in enumerate(tree.levels):
-        if len(state) > 1:  # a single row is shared by all parents
-            state = state[up]
-        state = drafter.extend(depth, state, level_tokens[parents - first])
+    Fewer than asked for where the drafter has nothing more to propose. state: one row; root: (1,)
+    its token; position: the root's."""
+    tokens, level = [root], root  # level: those of the last tokens that get children
+    for depth in range(tree.max_depth):
+        state = drafter.extend(depth, state, level)
         if state is None:
             break
-        scores = drafter.logits(depth, state)
-        if choose:
-            among = slice(None) if keep is None else keep
-            scores = choose.scores(scores, [position + 1 + depth], PENALTY, among)
-        best = scores.topk(width).indices  # (rows, width), the best first
-        best = best if keep is None else keep[best]
-        first += len(level_tokens)
-        level_tokens = best.expand(len(parents), -1)[place, rank]
-        tokens = torch.cat((tokens, level_tokens))
-    return tokens
+        scores, ids = guesses(drafter, depth, state, choose, position)
+        place, which, onward = tree.pick(depth, scores)
+        tokens.append(ids[which])
+        level = tokens[-1][onward]
+        state = state if len(state) == 1 else state[place[onward]]  # a single row serves all
+    return tree.filled(torch.cat(tokens))
 
 
 def walk(tree, tokens, choice, *_):
     """The nodes on the base model's own path, from the root on: [0] where no draft was right.
 
-    tokens[i] is the token at node i, choice[i] the base model's token after node i. So the new
-    tokens are choice[i] for i in the path: the accepted drafts and one more, the bonus, which is
-    the next root."""
+    tokens[i] is the token at node i, choice[i] the base model's token after it. So the new tokens
+    are choice[i] for i in the path: the accepted drafts and the bonus, which is the next root."""
     path, node = [0], 0
     while True:
         node = next((c for c in tree.children[node] if tokens[c] == choice[node]), None)
@@ -222,12 +240,9 @@ def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choos
         yield new
         if done:
             return
-        tokens = torch.tensor(new[-1:], device=device)
+        position, now, tokens = cache.length, tree, torch.tensor(new[-1:], device=device)
         if tree.size > 1:
-            tokens = draft(drafter, tree, state, tokens, noise and choose, cache.length)
-        # the drafter may have filled only the upper levels
-        now = tree.cut(tree.depth[len(tokens) - 1])
-        position = cache.length
+            now, tokens = draft(drafter, tree, state, tokens, noise and choose, position)
         # subtle: a node's position is by depth, not by row: siblings share it, and its noise
         h = model(tokens[None], cache, now.depths + position, now.mask)[0]
         logits = model.lm_head(h)
@@ -252,7 +267,7 @@ def check_call(model, prompt, drafter, tree, limit):
 
 def check_tree(tree, max_depth, vocab_size):
     """ValueError naming a path that a drafter of this depth and vocabulary can't fill."""
-    for path in tree.paths:
+    for path in tree.paths or chain(tree.max_depth):
         if len(path) > max_depth:
             raise ValueError(f"path {list(path)} is deeper than the {max_depth} heads there are")
         if path[-1] >= vocab_size:
@@ -284,33 +299,34 @@ def generate(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, sho
             "seconds": sum(seconds[1:]), "prompt_seconds": seconds[0]}
 
 
-class Lookup:
-    """The drafter that needs no training: what followed the last time these tokens stood here.
+def picture(tree, labels=None, path=()):
+    """A line a node, children below their parent: its name, and which nodes it sees in tree
+    attention; > before the nodes of `path`."""
+    order, stack = [], [0]
+    while stack:
+        order.append(stack.pop())
+        stack += reversed(tree.children[order[-1]])
+    names = ["  " * tree.depth[i] + (labels[i] if labels else f"{i}") for i in order]
+    marks = tree.mask.tolist()
+    return "\n".join(f"{'>' if i in path else ' '} {name:<{max(map(len, names))}}  "
+                     + " ".join("#" if marks[i][j] else "." for j in order).rstrip(". ")
+                     for i, name in zip(order, names))
 
-    Prompt lookup decoding (Saxena 2023): of the last three, two or one tokens, the longest run seen
-    before decides. Copying is free, so it is the yardstick for everything trained."""
 
-    def __init__(self, vocab_size, max_depth=8, longest=3):
-        self.vocab_size, self.max_depth, self.longest = vocab_size, max_depth, longest
+def parse_paths(text):
+    """A tree's paths from JSON; ValueError where it is none."""
+    paths = json.loads(text)
+    if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+        raise ValueError("it is no list of lists of ranks")
+    return paths
 
-    def start(self, h, tokens, position):
-        if position == 0:
-            self.text, self.after = [], {}
-        for token in tokens.tolist():
-            self.text.append(token)
-            for n in range(1, self.longest + 1):  # what follows this run begins at the text's end
-                self.after[tuple(self.text[-n:])] = len(self.text)
-        return h[-1:]
 
-    def extend(self, depth, state, tokens):
-        if depth == 0:
-            text = self.text + tokens.tolist()
-            runs = (tuple(text[-n:]) for n in range(self.longest, 0, -1))
-            begin = next((self.after[run] for run in runs if run in self.after), len(text))
-            self.guess = text[begin:]
-        return state if depth < len(self.guess) else None
-
-    def logits(self, depth, state):
-        row = state.new_zeros(1, self.vocab_size)
-        row[0, self.guess[depth]] = 1e4  # certain, yet finite
-        return row
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Show a tree and its attention mask.")
+    parser.add_argument("paths", nargs="?", default=json.dumps(full(3, 2)), metavar="PATHS",
+                        help="JSON such as [[0],[1],[0,0]]")
+    try:
+        print(picture(Tree(parse_paths(parser.parse_args().paths))))
+    except (ValueError, RecursionError) as error:
+        print(f"tree.py: {error}; say paths such as [[0],[1],[0,0]]", file=sys.stderr)
+        sys.exit(2)

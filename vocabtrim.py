@@ -17,9 +17,14 @@ drafted and arrives as the base model's correction.
     >>> round(coverage(counts, most_frequent(counts, 3)), 3)
     0.941
 """
+import math
+import statistics
+from collections import Counter
+
 import torch
 
 from model import KVCache, UserError
+from tree import Tree, generate
 
 
 def count_ids(tokens, vocab_size):
@@ -28,9 +33,8 @@ def count_ids(tokens, vocab_size):
 
 
 def most_frequent(counts, k, must_keep=()):
-    """The ids to draft from, (k,) ascending: must_keep, then the most frequent, ties to the smaller
-    id; where fewer than k came at all, the smallest unused ids fill up. ValueError unless
-    len(must_keep) <= k <= V."""
+    """The ids to draft from, (k,) ascending: must_keep, the most frequent, ties to the smaller id,
+    where too few came the smallest unused. ValueError unless len(must_keep) <= k <= V."""
     V = len(counts)
     if not len(set(must_keep)) <= k <= V or k < 1 or not all(0 <= i < V for i in must_keep):
         raise ValueError(f"can't keep k={k} ids of {V} with must_keep={list(must_keep)}")
@@ -61,13 +65,47 @@ def trim(heads, keep):
 def trim_for(heads, text, temperature):
     """What --trim asks for -> k, 0 = off. auto: an eighth of the vocabulary for greedy decoding;
     off with a temperature, where noise lifts rare ids and drafts would miss them."""
-    V = heads.base.config.vocab_size
+    V = heads.vocab_size
     k = text if text != "auto" else V // 8 if temperature == 0 else 0
     if k > V:
         raise UserError(f"--trim {k}: the vocabulary has only {V} ids")
     device = heads.base.wte.weight.device
     trim(heads, most_frequent(heads.counts, k).to(device) if k else None)
     return k
+
+
+def mbsu(tokens_per_step, drafter, depth):
+    """Memory-bound speed-up: what the speed would be if only the reading of weights took time,
+    tokens per step / (1 + weights read by drafting / weights read by a base step)."""
+    base, config = drafter.base, drafter.base.config
+    base = sum(p.numel() for p in base.parameters() if config.tied or p is not base.wte.weight)
+    return tokens_per_step / (1 + drafting_weights(drafter, depth) / base)
+
+
+def drafting_weights(heads, depth):
+    """How many weights drafting reads in a step: prefix layer and inlet once, at each level a
+    head's blocks and its rows of the LM head. Rows looked up in tables aren't counted."""
+    once = [heads.inlet] + [heads.prefix] * bool(heads.prefix) if depth else []
+    rows = sum(heads.lm_head(i).weight.shape[1] * (
+        heads.vocab_size if heads.keep is None else len(heads.keep)) for i in range(depth))
+    return rows + sum(p.numel() for part in [*once, *heads.blocks[:depth]]
+                      for p in part.parameters())
+
+
+def some_ids(teacher, tokens, generator):
+    """Sampled softmax (Jean et al. 2015): a few ids stand for the vocabulary, right on average ->
+    ids (k,), what to add to their logits (k,), k twice the number of tokens (B, T).
+
+    One half are the tokens, then the ids that the teacher (B, T, V) thinks likeliest here; the
+    other half is drawn from the rest, and each weighs as much as those it stands for."""
+    weight, k = teacher.sum((0, 1)), min(teacher.shape[-1], 2 * tokens.numel())
+    weight[tokens.flatten()] += tokens.numel()
+    order = weight.argsort(descending=True)
+    chosen, rest = order[:k // 2], order[k // 2:]
+    drawn = rest[torch.randperm(len(rest), generator=generator)[:k - k // 2].to(rest.device)]
+    bias = teacher.new_zeros(k)
+    bias[k // 2:] = math.log(len(rest) / len(drawn))
+    return torch.cat((chosen, drawn)), bias
 
 
 @torch.inference_mode()
@@ -81,10 +119,9 @@ def write_text(model, prompts, new, temperature, seed=0, keep_noise=True):
         hidden.append(model(fed, cache))
         cache.keep(range(fed.shape[1]))
         scores = model.lm_head(hidden[-1][:, -1])
-        if temperature:
-            u = torch.rand(scores.shape, generator=generator).clamp_(min=1e-30)
-            g = u.log_().neg_().log_().mul_(-temperature).to(scores)
-            scores = scores + g
+        if temperature:  # minus the logarithm of an exponential variable is Gumbel
+            g = torch.empty(scores.shape).exponential_(generator=generator).log_()
+            scores = scores + (g := g.mul_(-temperature).to(scores))
             noise += [g] if keep_noise else []
         fed = scores.argmax(-1, keepdim=True)
         tokens = torch.cat((tokens, fed), 1)
@@ -93,3 +130,51 @@ def write_text(model, prompts, new, temperature, seed=0, keep_noise=True):
         before = scores.new_zeros(len(prompts), prompts.shape[1], scores.shape[-1])
         noise = torch.cat((before, torch.stack(noise, 1)), 1)
     return tokens, torch.cat(hidden, 1), noise if len(noise) else None
+
+
+def count_paths(ranks, most=300, widest=64):
+    """The most frequent paths of ranks, with their counts: [(path, count), ...], the best first.
+
+    ranks: rows of the ranks that the true next tokens had, one row a position, one column a head. A
+    path counts once for each row that it begins, so `count / len(ranks)` is how often a node there
+    would have been accepted, and the tree of the N - 1 first paths is the best one of N nodes: its
+    expected number of accepted drafts is the sum over its nodes, each node's share is its own, and
+    no parent is rarer than its child (ties: the shallower first).
+
+        >>> ranks = [[0, 0], [0, 1], [0, 0], [1, 0], [2, 2]]
+        >>> count_paths(ranks)[:4]
+        [((0,), 3), ((0, 0), 2), ((1,), 1), ((2,), 1)]
+        >>> expected_tokens(count_paths(ranks), len(ranks), 4)  # 1 + (3 + 2 + 1) / 5
+        2.2
+    """
+    counts = Counter()
+    for row in ranks:
+        for depth in range(1, len(row) + 1):
+            if row[depth - 1] >= widest:
+                break  # too deep in the ranking for any tree
+            counts[tuple(row[:depth])] += 1
+    return sorted(counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))[:most]
+
+
+def expected_tokens(counted, total, nodes):
+    """Tokens per step of the best tree of this many nodes, were all counted positions its roots."""
+    return 1 + sum(count for _, count in counted[:nodes - 1]) / total
+
+
+def step_cost(model, drafter, counted, prompts, sizes=(1, 2, 4, 6, 8, 12, 16, 24, 32)):
+    """{N: seconds of a step with N nodes, drafting included}, medians, the sizes interleaved."""
+    sizes = [n for n in sizes if n <= len(counted) + 1]
+    trees = [Tree([path for path, _ in counted[:n - 1]], model.wte.weight.device) for n in sizes]
+    seconds = {n: [] for n in sizes}
+    for prompt in prompts:
+        for n, tree in zip(sizes, trees):
+            run = generate(model, prompt, drafter, tree, 24)
+            seconds[n].append(run["seconds"] / run["steps"])
+    return {n: statistics.median(s) for n, s in seconds.items()}
+
+
+def best_size(counted, total, cost):
+    """The number of nodes that gives the most tokens per second -> (it, a sentence: why)."""
+    n = max(cost, key=lambda n: expected_tokens(counted, total, n) / cost[n])
+    return n, (f"{n} nodes: {expected_tokens(counted, total, n):.2f} tokens a step at "
+               f"{cost[n] / cost[1]:.2f}x the time of a plain step")

@@ -67,6 +67,9 @@ def trees(draw, max_depth=4, max_rank=2, max_nodes=12):
     return t.Tree(order)
 
 
+dynamic_trees = st.builds(t.Dynamic, st.integers(1, 12), st.integers(1, 4), st.integers(1, 5))
+
+
 class Oracle:
     """A drafter that knows the text to come: its guess is right with the given chance, at each
     level.

@@ -34,8 +34,8 @@ def result_vocabulary(out):
 
 def test_same_ids_for_all_heads_and_trees(out, monkeypatch, capsys):
     texts = []
-    for heads in ("none", "lookup", "medusa", "hydra"):
-        for tree in ("auto", "chain", "1", "16", "[[0],[1],[0,0]]"):
+    for heads in ("none", "lookup", *hydra.KINDS):
+        for tree in ("auto", "chain", "dynamic", "1", "16", "[[0],[1],[0,0]]"):
             code = run(monkeypatch, hydra, "--prompt", "def f(", "--out", out, f"--heads={heads}",
                        f"--tree={tree}", "--json", "--max-new-tokens", 20)
             assert code == 0
@@ -54,14 +54,26 @@ def test_same_ids_for_all_heads_and_trees(out, monkeypatch, capsys):
 def test_a_seed_fixes_the_text_with_and_without_heads(out, monkeypatch, capsys):
     texts = {}
     for seed in (7, 8):
-        for heads in ("none", "lookup", "medusa", "hydra"):
-            for tree in ("chain", "16"):
+        for heads in ("none", "lookup", *hydra.KINDS):
+            for tree in ("chain", "16", "dynamic"):
                 assert run(monkeypatch, hydra, "--prompt", "def f(", "--out", out, "--heads", heads,
                            "--tree", tree, "--seed", seed, "--temperature", "0.8", "--top-p=0.95",
                            "--json") == 0
                 ids = json.loads(capsys.readouterr().out)["ids"]
                 assert texts.setdefault(seed, ids) == ids
     assert texts[7] != texts[8]
+
+
+def test_trace_shows_each_steps_tree(out, monkeypatch, capsys):
+    arguments = ["--prompt", "def f(", "--out", out, "--heads", "hydra", "--tree", "[[0],[1]]",
+                 "--max-new-tokens", 9]
+    assert run(monkeypatch, hydra, *arguments) == 0
+    plain = capsys.readouterr()
+    assert run(monkeypatch, hydra, *arguments, "--trace") == 0
+    traced = capsys.readouterr()
+    assert traced.out == plain.out and "\33" not in traced.out + traced.err  # no terminal
+    steps = int(plain.err.split(" steps")[0].split()[-1])
+    assert traced.err.count("\n> ") == int(plain.err.split("] ")[1].split()[0]) - 1 >= steps
 
 
 def test_typical_says_that_it_is_lossy(out, monkeypatch, capsys):
@@ -96,7 +108,7 @@ def test_streamed_bytes_become_whole_characters(capsys):
     (["--prompt", ""], "the prompt has 0 tokens; 1 to 256 fit"),
     (["--prompt", "x = 1\n" * 400], "tokens; 1 to 256 fit"),
     (["--prompt", "x", "--heads", "eagle"], "invalid choice: 'eagle'"),
-    (["--prompt", "x", "--max-new-tokens", "-1"], "-1 isn't a number from 0 up"),
+    (["--prompt", "x", "--max-new-tokens", "-1"], "-1 isn't a number from 0 to"),
     (["--prompt", "x", "--max-new-tokens", "many"], "'many'"),
     (["--prompt", "x", "--tree", "0"], "--tree 0"),
     (["--prompt", "x", "--tree", "[[0,0]]"], "path [0, 0] has no parent [0]"),
@@ -106,22 +118,22 @@ def test_streamed_bytes_become_whole_characters(capsys):
     (["--prompt", "x", "--tree", "[[0],[0,0],[0,0,0],[0,0,0,0],[0,0,0,0,0]]"],
      "deeper than the 4 heads"),
     (["--prompt", "x", "--tree", "[[9999]]"], "path [9999] has a rank beyond"),
-    (["--prompt", "x", "--trim", "-1"], "-1 isn't a number from 0 up"),
+    (["--prompt", "x", "--trim", "-1"], "-1 isn't a number from 0 to"),
     (["--prompt", "x", "--trim", "some"], "'some'"),
     (["--prompt", "x", "--trim", "9999"], "--trim 9999: the vocabulary has only"),
     (["--prompt", "x", "--bush"], "--bush"),
-    (["--prompt", "x", "--temperature", "-0.1"], "-0.1 isn't a number from 0 up"),
-    (["--prompt", "x", "--temperature", "nan"], "nan isn't a number from 0 up"),
-    (["--prompt", "x", "--top-k", "-1"], "-1 isn't a number from 0 up"),
-    (["--prompt", "x", "--top-p", "0"], "0 isn't above 0 and at most 1"),
-    (["--prompt", "x", "--top-p", "1.5"], "1.5 isn't above 0 and at most 1"),
+    (["--prompt", "x", "--temperature", "-0.1"], "-0.1 isn't a number from 0 to"),
+    (["--prompt", "x", "--temperature", "nan"], "nan isn't a number from 0 to"),
+    (["--prompt", "x", "--top-k", "-1"], "-1 isn't a number from 0 to"),
+    (["--prompt", "x", "--top-p", "0"], "0 isn't a number from 1e-09 to 1"),
+    (["--prompt", "x", "--top-p", "1.5"], "1.5 isn't a number from 1e-09 to 1"),
     ([], "--prompt"),
     (["--prompt", "x", "--device", ABSENT], f"--device {ABSENT}"),
     (["--prompt", "x", "--tree", "[[true]]"], "isn't a list of ranks"),
     (["--prompt", "x", "--tree", "9" * 5000], "--tree 9999"),
     (["--prompt", "x", "--tree", "[" * 99999], "--tree [[["),
     (["--prompt", "x", "--tree", f"[[{10**30}]]"], "isn't a list of ranks"),
-    (["--prompt", "x", "--seed", str(2**64)], "is above"),
+    (["--prompt", "x", "--seed", str(2**64)], "isn't a number from"),
 ])
 def test_mistakes_get_one_sentence(out, arguments, message, monkeypatch, capsys):
     assert run(monkeypatch, hydra, "--out", out, *arguments) == 2
@@ -160,7 +172,7 @@ def test_training_mistakes_write_nothing(tmp_path, monkeypatch, capsys):
             ("empty.txt", "give a text of"), ("middle.txt", "give a text of"),
             ("latin.txt", "latin.txt isn't UTF-8"), ("folder", "give a text of"),
             ("x" * 999, "can't be read"), ("long.txt", "n_embd=30", "--n-embd", "30"),
-            ("long.txt", "10 isn't a number from 257 up", "--vocab-size", "10"),
+            ("long.txt", "10 isn't a number from 257 to", "--vocab-size", "10"),
             ("long.txt", "can't be written", "--out", tmp_path / "long.txt")]:
         code = run(monkeypatch, train, "--data", tmp_path / data, "--out", tmp_path / "out", *TINY,
                    *more)
@@ -221,9 +233,15 @@ def test_bench_prints_its_table_and_one_json_object(out, monkeypatch, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result) == {"config", "versions", "threads", "step_cost", "methods", "sampled"}
     for methods in (result["methods"], *result["sampled"].values()):
-        assert list(methods) == ["none", "lookup", "medusa", "medusa trim", "hydra", "hydra trim"]
+        assert list(methods) == ["none", "lookup", *(name for kind in hydra.KINDS for name in
+                                                     (kind, f"{kind} trim"))]
         for name, row in methods.items():
             assert row["identical"] and (name != "none" or row["tokens_per_step"] == 1)
+            assert row["mbsu"] <= row["tokens_per_step"]
+    assert run(monkeypatch, bench, "tree", "--quick", "--out", out, "--prompts", "2") == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(result) == set(hydra.KINDS) and set(result["hydra"]) == {"0.0", "0.8"}
+    assert all(row["identical"] for row in result["hydra"]["0.8"].values())
     assert run(monkeypatch, bench, "--out", out, "--tree", "[[9999]]") == 2
     assert "path [9999]" in sentence(capsys)
 

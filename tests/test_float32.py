@@ -12,6 +12,7 @@ import bench
 import hydra
 import model as m
 import tree as t
+from medusa import Lookup
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def trained(out):
     torch.set_default_dtype(torch.float32)  # put back by the fixture of all tests
     model, tokenizer, prompts = hydra.load_base(out)
     drafters = {kind: hydra.load_heads(out, kind, model, tokenizer) for kind in hydra.KINDS}
-    return model, prompts, {**drafters, "lookup": t.Lookup(model.config.vocab_size)}
+    return model, prompts, {**drafters, "lookup": Lookup(model.config.vocab_size)}
 
 
 SAMPLERS = [(0.0, 0, 1.0), (0.8, 0, 1.0), (1.0, 0, 1.0), (1.0, 20, 0.9)]
@@ -55,3 +56,16 @@ def test_rows_differ_far_less_than_the_bound(trained):
             alone = model.lm_head(model(torch.tensor([prompt + tokens[path].tolist()]))[0, -1])
             worst = max(worst, float((rows[node] - alone).abs().max()))
     assert 0 < worst < bench.NEAR_TIE / 20, f"rows differ by {worst}"
+
+
+def test_control_a_planted_fault_is_no_near_tie(trained, monkeypatch):
+    """Positions by row instead of by depth: the texts differ, and no gap is small enough to pass."""
+    model, prompts, drafters = trained
+    gaps = []
+    for prompt in prompts[:4]:
+        tree = hydra.make_tree("16", drafters["hydra"], 0.0, "cpu")
+        monkeypatch.setattr(tree, "depths", torch.arange(tree.size))
+        naive = m.naive_generate(model, prompt, 60)
+        ids = t.generate(model, prompt, drafters["hydra"], tree, 60)["ids"]
+        gaps.append(bench.tie_gap(model, prompt, naive, ids, m.Sampler()))
+    assert any(gap is not None and gap >= bench.NEAR_TIE for gap in gaps), gaps

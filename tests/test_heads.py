@@ -4,12 +4,31 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_heads, small_model
+from helpers import CASES, random_heads, small_model, trees
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hydra import Hydra
 from medusa import Medusa
+from tree import Tree, generate
 
-KINDS = [Medusa, Hydra]
+
+class HydraPlus(Hydra):
+    """Hydra++'s recipe, whatever the number of blocks."""
+
+    def __init__(self, model, objective="teacher", **options):
+        super().__init__(model, prefix=True, objective=objective, **options)
+
+
+KINDS = [Medusa, Hydra, HydraPlus]
+
+
+def look_back_by_hand(heads, h):
+    """The prefix layer over a whole text h (T, C), one row at a time: causal by construction."""
+    if not isinstance(heads, HydraPlus):
+        return h
+    rotary = torch.view_as_complex(heads.base.rotary)[:, None]
+    return torch.stack([heads.prefix(h[None, :t + 1], rotary[:t + 1])[0, t] for t in range(len(h))])
 
 
 def head_by_hand(heads, i, h, path):
@@ -33,11 +52,14 @@ def head_by_hand(heads, i, h, path):
 @pytest.mark.parametrize("Heads", KINDS)
 @pytest.mark.parametrize("options", [{}, {"n_block": 3}, {"own_lm_head": True}])
 def test_loss_equals_an_independent_count_of_labels(Heads, options):
-    """Every head at every position, one at a time, with the label looked up by its index."""
+    """Every head at every position, one at a time, with the label looked up by its index, or the
+    base model's distribution where the objective is the teacher."""
     model = small_model(1)
     heads = random_heads(Heads, model, **options)
+    hard = heads.options["objective"] == "hard"
     tokens = torch.randint(11, (2, 9))
     h = model(tokens)
+    seen = torch.stack([look_back_by_hand(heads, row) for row in h])
     want = []
     for i in range(4):
         terms = []
@@ -46,12 +68,16 @@ def test_loss_equals_an_independent_count_of_labels(Heads, options):
                 label = pos + 2 + i
                 if label < 9:
                     path = tokens[b, pos + 1:pos + 2 + i].tolist()
-                    logits = head_by_hand(heads, i, h[b, pos], path)
-                    terms.append(-(logits - logits.logsumexp(0))[tokens[b, label]])
+                    logits = head_by_hand(heads, i, seen[b, pos], path)
+                    target = model.lm_head(model(tokens[b:b + 1, :label])[0, -1]).softmax(0)
+                    if hard:
+                        target = F.one_hot(tokens[b, label], 11)
+                    terms.append(-((logits - logits.logsumexp(0)) * target).sum())
         want.append(torch.stack(terms).mean())
-    loss, each = heads.loss(h, tokens)
+    loss, each = heads.loss(h, tokens, model.lm_head(h).softmax(-1))
     assert torch.allclose(torch.stack(each), torch.stack(want), rtol=0, atol=1e-10)
-    assert abs(loss - sum(0.8 ** (i + 1) * w for i, w in enumerate(want))) < 1e-10
+    weights = [0.8 ** (i + 1) if hard else 1.0 for i in range(4)]
+    assert abs(loss - sum(w * each for w, each in zip(weights, want))) < 1e-10
 
 
 @pytest.mark.parametrize("Heads", KINDS)
@@ -66,14 +92,14 @@ def test_drafting_computes_what_training_trains(Heads):
         state = heads.start(h, torch.tensor([1, 1, 1]), 0)
         for i, token in enumerate(path):
             state = heads.extend(i, state, torch.tensor([token]))
-            want = head_by_hand(heads, i, h[-1], path)
+            want = head_by_hand(heads, i, look_back_by_hand(heads, h)[-1], path)
             assert torch.allclose(heads.logits(i, state)[0], want, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("Heads", KINDS)
 def test_untrained_heads_are_the_lm_head(Heads):
     model = small_model(3)
-    heads, h = Heads(model, n_block=3), torch.randn(1, 16)
+    heads, h = Heads(model, n_block=3).requires_grad_(False), torch.randn(1, 16)
     state = heads.start(h, torch.tensor([1]), 0)
     for i in range(4):
         state = heads.extend(i, state, torch.tensor([5]))
@@ -97,7 +123,8 @@ def train(heads, model, tokens, steps, lr=0.02):
     for _ in range(steps):
         with torch.no_grad():
             h = model(tokens)
-        loss, each = heads.loss(h, tokens)
+            teacher = model.lm_head(h).softmax(-1)
+        loss, each = heads.loss(h, tokens, teacher)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -109,9 +136,10 @@ def test_heads_learn_to_count(Heads):
     """x[t] = t mod V: head i has to say t + 2 + i; a shift that is off by one could not."""
     model = small_model(5, block_size=40)
     tokens = (torch.arange(36) % 11)[None]
-    heads = Heads(model)
+    heads = Heads(model, objective="hard")
     each = train(heads, model, tokens, 300)
     assert max(each) < 0.05
+    heads.requires_grad_(False)
     h = model(tokens)
     state = heads.start(h[0, :20], tokens[0, :20], 0)
     for i in range(4):
@@ -124,12 +152,85 @@ def test_control_a_shifted_label_is_noticed(Heads):
     model = small_model(5, block_size=40)
 
     class Shifted(Heads):
-        def loss(self, h, tokens):
-            return super().loss(h[:, :-1], tokens[:, 1:])  # the hidden state of the token before
+        def loss(self, h, tokens, teacher):  # the hidden state of the token before
+            return super().loss(h[:, :-1], tokens[:, 1:], teacher[:, 1:])
     tokens = torch.randint(11, (1, 36))
     h, heads = model(tokens), random_heads(Shifted, model)
-    want = Heads.loss(heads, h, tokens)[0]
-    assert abs(heads.loss(h, tokens)[0] - want) > 1e-3
+    teacher = model.lm_head(h).softmax(-1)
+    want = Heads.loss(heads, h, tokens, teacher)[0]
+    assert abs(heads.loss(h, tokens, teacher)[0] - want) > 1e-3
+
+
+def test_control_a_shifted_teacher_is_noticed():
+    """The distribution of the position before would be another loss."""
+    model = small_model(5)
+    tokens = torch.randint(11, (1, 12))
+    h, heads = model(tokens), random_heads(HydraPlus, model)
+    teacher = model.lm_head(h).softmax(-1)
+    one, other = heads.loss(h, tokens, teacher)[0], heads.loss(h, tokens, teacher.roll(1, 1))[0]
+    assert abs(one - other) > 1e-3
+
+
+def drafts_see_the_whole_accepted_text(Heads, seed, tree, prompt):
+    """Decode; at every step the row that drafting starts from must be the last one of the prefix
+    layer over the whole accepted text, computed anew, with hidden states of a plain forward."""
+    model, starts = small_model(seed, block_size=40), []
+    heads = random_heads(Heads, model, seed)
+
+    class Watch(type(heads)):
+        def start(self, h, tokens, position):
+            state = super().start(h, tokens, position)
+            starts.append((position, tokens.tolist(), state))
+            return state
+    heads.__class__ = Watch
+    text = prompt + generate(model, prompt, heads, tree.cut(4), 34)["ids"]
+    for position, tokens, state in starts:
+        end = position + len(tokens)
+        assert tokens == text[position:end]
+        seen = look_back_by_hand(heads, model(torch.tensor([text[:end]]))[0])
+        assert torch.allclose(state, heads.enter(seen[-1:]), rtol=0, atol=1e-10)
+    return starts
+
+
+@settings(max_examples=60 * CASES)
+@given(st.integers(0, 10**6), trees(),
+       st.lists(st.integers(0, 10), min_size=1, max_size=40))
+def test_the_prefix_layer_sees_the_accepted_text_and_nothing_else(seed, tree, prompt):
+    drafts_see_the_whole_accepted_text(HydraPlus, seed, tree, prompt)
+
+
+def test_control_a_wrong_row_in_the_prefix_layer_is_noticed():
+    """A row that does not belong to the text, in the place of one that does."""
+    tree = Tree([(0,), (1,), (0, 0), (1, 0)])
+    starts = drafts_see_the_whole_accepted_text(HydraPlus, 2, tree, [3, 1, 4])
+    assert max(len(tokens) for _, tokens, _ in starts[1:]) > 1  # some drafts were accepted
+
+    class Faulty(HydraPlus):
+        def look_back(self, h, position=None):
+            if position:
+                self.cache.data[..., position - 1, :] = self.cache.data[..., 0, :]
+            return super().look_back(h, position)
+    with pytest.raises(AssertionError):
+        drafts_see_the_whole_accepted_text(Faulty, 2, tree, [3, 1, 4])
+
+
+@settings(max_examples=40 * CASES)
+@given(st.integers(0, 10**6), st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=6),
+                                       min_size=1, max_size=3))
+def test_the_prefix_layers_cache_takes_any_chunks(seed, texts):
+    """Several texts one after the other, each in chunks of any size: equal to the whole at once;
+    rows of the cache beyond its length may hold NaN."""
+    model = small_model(seed, block_size=40)
+    heads, generator = random_heads(HydraPlus, model, seed), torch.Generator().manual_seed(seed)
+    for chunks in texts:
+        h = torch.randn(1, sum(chunks), 16, generator=generator)
+        whole, at = heads.look_back(h), 0
+        for a in chunks:
+            part = heads.look_back(h[:, at:at + a], at)
+            at += a
+            heads.cache.data[..., at:, :] = float("nan")
+            assert torch.allclose(part, whole[:, at - a:at], rtol=0, atol=1e-10)
+    assert torch.allclose(whole[0], look_back_by_hand(heads, h[0]), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("Heads", KINDS)
@@ -156,7 +257,7 @@ def test_ranks_are_those_of_the_true_tokens(Heads):
         assert ranks.shape == (2, 4, 4)
         for b, pos, i in itertools.product(range(2), range(4), range(4)):
             path = tokens[b, pos + 1:pos + 2 + i].tolist()
-            scores = head_by_hand(heads, i, h[b, pos], path)
+            scores = head_by_hand(heads, i, look_back_by_hand(heads, h[b])[pos], path)
             at = pos + 2 + i
             scores = scores if extra is None else scores + noise[b, at]
             order = scores.argsort(descending=True).tolist()

@@ -1,14 +1,18 @@
 """Trees: built right, or refused by name; the order of the paths is no matter."""
 import doctest
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
-from helpers import Oracle, small_model, trees
+from helpers import ROOT, Oracle, small_model, trees
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tree as t
+from medusa import Lookup
+from vocabtrim import count_paths, expected_tokens
 
 
 def test_examples_in_docstrings():
@@ -68,7 +72,7 @@ def test_counted_tree_is_the_best_of_all_trees(seed):
     """Against brute force over every tree of N nodes, N up to 5; and its expected number of tokens
     is the mean over the very rows that were counted, exactly."""
     ranks = random_ranks(seed)
-    counted = t.count_paths(ranks)
+    counted = count_paths(ranks)
     every = t.full(3, 3)
     for nodes in range(1, 6):
         best = max(sum(accepted(set(paths), row) for row in ranks)
@@ -77,12 +81,12 @@ def test_counted_tree_is_the_best_of_all_trees(seed):
         tree = t.Tree([path for path, _ in counted[:nodes - 1]])
         mean = sum(accepted(set(tree.paths), row) for row in ranks) / len(ranks)
         assert tree.size == nodes and mean * len(ranks) == pytest.approx(best)
-        assert t.expected_tokens(counted, len(ranks), nodes) == pytest.approx(1 + mean)
+        assert expected_tokens(counted, len(ranks), nodes) == pytest.approx(1 + mean)
 
 
 def test_control_a_guessed_tree_is_not_the_best():
     ranks = random_ranks(1)
-    counted, chain = t.count_paths(ranks), set(t.chain(3))
+    counted, chain = count_paths(ranks), set(t.chain(3))
     assert sum(accepted(chain, row) for row in ranks) < sum(
         accepted({path for path, _ in counted[:3]}, row) for row in ranks)
 
@@ -94,12 +98,12 @@ def test_independent_heads_give_the_product_rules_tree():
     share = {(i,): first[i] / 100 for i in range(4)}
     share |= {(i, j): first[i] * second[j] / 10**4 for i in range(4) for j in range(4)}
     product = sorted(share, key=lambda path: (-share[path], len(path), path))
-    assert [path for path, _ in t.count_paths(ranks)] == product
+    assert [path for path, _ in count_paths(ranks)] == product
 
 
 def test_paths_beyond_the_widest_rank_are_left_out():
-    assert t.count_paths([[0, 99], [99, 0]], widest=64) == [((0,), 1)]
-    assert len(t.count_paths(random_ranks(3), most=4)) == 4
+    assert count_paths([[0, 99], [99, 0]], widest=64) == [((0,), 1)]
+    assert len(count_paths(random_ranks(3), most=4)) == 4
 
 
 @given(trees())
@@ -117,8 +121,8 @@ def test_draft_puts_each_rank_where_the_tree_has_it(tree):
 
     def row(state):
         return torch.sin(state.double() * torch.arange(1, 8))
-    tokens = t.draft(ByPath(), tree, torch.zeros(1, 1, dtype=torch.long),
-                     torch.tensor([3])).tolist()
+    _, tokens = t.draft(ByPath(), tree, torch.zeros(1, 1, dtype=torch.long), torch.tensor([3]))
+    tokens = tokens.tolist()
     for node, path in enumerate([(), *tree.paths]):
         state, token = torch.zeros(1, 1, dtype=torch.long), 3
         for rank in path:
@@ -128,13 +132,13 @@ def test_draft_puts_each_rank_where_the_tree_has_it(tree):
 
 
 def test_lookup_proposes_what_followed_before():
-    lookup = t.Lookup(50, max_depth=4)
+    lookup = Lookup(50, max_depth=4)
     text = [1, 2, 3, 4, 5, 9, 2, 7, 1, 2]
     state = lookup.start(torch.zeros(len(text), 2), torch.tensor(text), 0)
     tree = t.Tree(t.chain(4))
 
     def propose(root):
-        return t.draft(lookup, tree, state, torch.tensor([root])).tolist()[1:]
+        return t.draft(lookup, tree, state, torch.tensor([root]))[1].tolist()[1:]
     assert propose(3) == [4, 5, 9, 2]     # after 1 2 3, though 2 alone was followed by 7 later
     assert propose(7) == [1, 2, 7]        # the text ends, and the root after it
     assert propose(8) == []               # never seen
@@ -153,3 +157,79 @@ def test_lookup_runs_to_the_point_where_it_knows_nothing():
     text = prompt + t.generate(model, prompt, limit=20)["ids"]
     result = t.generate(model, prompt, Short(text, 11, 1.0), t.Tree(t.full(4, 2)), 20)
     assert result["ids"] == text[3:] and set(result["accepted"][:-1]) == {3}
+
+
+def grow_by_hand(logits, size, depth, width):
+    """The dynamic tree over a drafter whose logits for a path of tokens are `logits(path)`: every
+    path with its likelihood, one at a time -> the set of paths that stay, with their values."""
+    value, level = {(): 0.0}, [()]
+    for _ in range(depth):
+        new = {(*path, v): value[path] + lp for path in level
+               for v, lp in enumerate(logits(path).log_softmax(-1).tolist())}
+        best = sorted(new, key=lambda path: -new[path])[:size - 1]
+        value |= {path: new[path] for path in best}
+        level = best[:width]
+    return sorted(value, key=lambda path: -value[path])[:size]
+
+
+@given(st.integers(0, 10**6), st.integers(2, 14), st.integers(1, 3), st.integers(1, 6))
+def test_dynamic_tree_is_that_of_a_slow_search(seed, size, depth, width):
+    """The same paths of tokens; parents before children; a mask that holds the ancestors."""
+    weights = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+
+    def logits(path):
+        mixed = sum(((i + 2) * weights[token] for i, token in enumerate((5, *path))),
+                    start=0 * weights[0])
+        return 2 * torch.sin(3 * mixed)
+
+    class ByPath:
+        max_depth = 9
+
+        def extend(self, depth, state, tokens):  # the state is the path itself
+            return torch.cat((state.expand(len(tokens), -1), tokens[:, None]), 1)
+
+        def logits(self, depth, state):
+            return torch.stack([logits(path[1:]) for path in state.tolist()])
+    now, tokens = t.draft(ByPath(), t.Dynamic(size, depth, width),
+                          torch.zeros(1, 0, dtype=torch.long), torch.tensor([5]))
+    tokens, paths = tokens.tolist(), [()]
+    for i, up in enumerate(now.parent[1:], 1):
+        assert up < i
+        paths.append((*paths[up], tokens[i]))
+    assert sorted(paths) == sorted(grow_by_hand(logits, size, depth, width))
+    for i, path in enumerate(paths):
+        assert now.depth[i] == len(path)
+        assert now.mask[i].tolist() == [path[:len(other)] == other for other in paths]
+
+
+@given(trees())
+def test_a_row_of_the_mask_holds_the_ancestors(tree):
+    for i, path in enumerate([(), *tree.paths]):
+        assert tree.mask[i].tolist() == [path[:len(p)] == p for p in [(), *tree.paths]]
+        assert tree.mask[i].sum() == tree.depth[i] + 1
+
+
+def test_a_dynamic_tree_may_not_be_deeper_than_the_heads():
+    with pytest.raises(ValueError, match="deeper than the 4 heads"):
+        t.generate(small_model(1), [1], Oracle([1], 11, 1.0, max_depth=4), t.Dynamic(8, 5))
+
+
+def test_picture():
+    """Who sees whom, and which path was taken."""
+    lines = t.picture(t.Tree([(0,), (1,), (1, 0)]), path=[0, 2]).splitlines()
+    assert [line.split() for line in lines] == [
+        [">", "0", "#"], ["1", "#", "#"], [">", "2", "#", ".", "#"], ["3", "#", ".", "#", "#"]]
+
+
+def test_the_command_shows_a_tree_or_says_what_is_wrong():
+    def run(*arguments):
+        done = subprocess.run([sys.executable, str(ROOT / "tree.py"), *arguments],
+                              capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+    code, text, error = run("[[0],[1],[1,0]]")
+    assert (code, error, text.count("#")) == (0, "", 1 + 2 + 2 + 3)
+    assert run()[0] == 0
+    for bad, message in [("[[1,0]]", "path [1, 0] has no parent [1]"), ("{}", "no list of lists"),
+                         ("x", "say paths such as"), ("[[0],[0]]", "there twice")]:
+        code, text, error = run(bad)
+        assert code == 2 and text == "" and message in error and error.count("\n") == 1

@@ -1,5 +1,6 @@
 """VocabTrim: which ids are kept; the same drafts where they can be, and the same text always."""
 import doctest
+from functools import partial
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_keeping_all_drafts_the_same_and_keeping_some_the_right_ones(Heads, own,
     choose.start(8, 11)
 
     def drafts():
-        return t.draft(heads, tree, heads.start(h, root, 0), root, choose, 7).tolist()
+        return t.draft(heads, tree, heads.start(h, root, 0), root, choose, 7)[1].tolist()
     full, logits = drafts(), Heads.logits
     vocabtrim.trim(heads, torch.arange(11))
     assert drafts() == full
@@ -76,3 +77,86 @@ def test_a_rank_beyond_the_kept_ids_cuts_the_tree():
     vocabtrim.trim(heads, torch.tensor([2, 7]))
     tree = t.Tree([(0,), (1,), (2,), (2, 0), (1, 1)])
     assert t.generate(model, PROMPT, heads, tree, 20)["ids"] == m.naive_generate(model, PROMPT, 20)
+
+
+def tensors_read(work):
+    """Every weight that a matrix product reads while `work` runs, counted once per product."""
+    read = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "mm" in func.__name__:  # mm, addmm: the weight is the last of its arguments
+                read.append(args[-1].numel())
+            return func(*args, **(kwargs or {}))
+    with Watch():
+        work()
+    return sum(read)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize("Heads", [Medusa, Hydra, partial(Hydra, prefix=True)])
+def test_mbsu_counts_the_weights_that_are_really_read(Heads, k, own):
+    """Against a count of what the matrix products of one step read (without the few biases and
+    norms, which mbsu counts too)."""
+    model, depth = small_model(1), 3
+    heads = random_heads(Heads, model, seed=1, n_block=2, own_lm_head=own)
+    heads.ready()
+    vocabtrim.trim(heads, None if k is None else torch.arange(k))
+    root, h = torch.tensor([4]), torch.randn(1, 16)
+    seen = tensors_read(lambda: t.draft(heads, t.Tree(t.chain(depth)), heads.start(h, root, 0),
+                                        root))
+    count = vocabtrim.drafting_weights(heads, depth)
+    small = sum(p.numel() for p in heads.parameters() if p.dim() < 2)
+    assert seen <= count <= seen + small
+    base = tensors_read(lambda: model.lm_head(model(torch.tensor([[3]]))))
+    value = vocabtrim.mbsu(3.0, heads, depth)
+    small = sum(p.numel() for p in model.parameters() if p.dim() < 2)
+    assert 3 / (1 + count / base) <= value <= 3 / (1 + count / (base + small))
+    assert value <= 3 and vocabtrim.mbsu(1.0, heads, 0) == 1
+
+
+def test_an_untied_embedding_counts_in_neither():
+    tied, untied = small_model(1), small_model(1, tied=False)
+    values = [vocabtrim.mbsu(3.0, random_heads(Hydra, model, n_block=2), 2)
+              for model in (tied, untied)]
+    assert values[0] == values[1]
+
+
+def test_some_ids_stand_for_all():
+    """The sum over the vocabulary of any exponentials is right on average, the tokens and what the
+    teacher thinks likely are always there, and with as many ids as the vocabulary nothing is
+    left to chance."""
+    generator = torch.Generator().manual_seed(0)
+    logits, tokens = torch.randn(1, 4, 40, generator=generator), torch.tensor([[3, 9, 9, 30]])
+    teacher = (2 * torch.randn(1, 4, 40, generator=generator)).softmax(-1)
+    whole, sums = logits.exp().sum(-1), []
+    for _ in range(3000):
+        ids, bias = vocabtrim.some_ids(teacher, tokens, generator)
+        assert len(set(ids.tolist())) == 8 and {3, 9, 30} <= set(ids.tolist())
+        sums.append((logits[..., ids] + bias).exp().sum(-1))
+    sums = torch.stack(sums)
+    error = sums.std(0) / len(sums) ** 0.5
+    assert ((sums.mean(0) - whole).abs() < 5 * error).all()
+    ids, bias = vocabtrim.some_ids(teacher, torch.zeros(1, 30, dtype=torch.long), generator)
+    assert sorted(ids.tolist()) == list(range(40)) and (bias == 0).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_written_text_is_the_naive_decoders(temperature):
+    """Batched text, its hidden states and the noise that decided: with them every token is what
+    the model chooses after the ones before it."""
+    model, prompts = small_model(3, block_size=40), torch.tensor([PROMPT, [9, 2, 6, 5, 3]])
+    tokens, h, noise = vocabtrim.write_text(model, prompts, 20, temperature, seed=1)
+    assert tokens.shape == (2, 25) and torch.equal(tokens[:, :5], prompts)
+    assert torch.allclose(h, model(tokens), rtol=0, atol=1e-10)
+    scores = model.lm_head(h)[:, 4:-1]
+    if temperature:
+        scores = scores + noise[:, 5:]
+        # Gumbel noise: mean 0.577, variance 1.645, to five standard errors of 440 values
+        assert abs(noise[:, 5:].mean() - 0.577) < 5 * (1.645 / 440) ** 0.5
+    else:
+        assert noise is None
+    assert torch.equal(scores.argmax(-1), tokens[:, 5:])
+    for row, prompt in zip(tokens, prompts.tolist()):
+        assert temperature or row[5:].tolist() == m.naive_generate(model, prompt, 20)
