@@ -6,28 +6,31 @@ Measure: every method on the same held-out prompts, paired and interleaved in on
     python bench.py trim       # how many ids pay, counted on which text
     python bench.py heads      # from Medusa to Hydra++, one ingredient at a time
 
-Speed is compared prompt by prompt: every method decodes a prompt before the next prompt begins, so
-that whatever slows the machine for a while slows all of them. A speed-up is the median over prompts
-of (seconds of plain decoding / seconds of the method), shown with its quartiles. The prompt's own
-forward isn't counted. Steps are counted as everywhere: tokens per step = (new tokens - 1) / steps.
+Every method decodes a prompt before the next prompt begins, so whatever slows the machine for a
+while slows all. A speed-up is the median over prompts of (seconds of plain decoding / seconds of
+the method), without the prompt's own forward. Tokens per step = (new tokens - 1) / steps.
 """
-import dataclasses
+import argparse
+import copy
 import json
 import platform
 import statistics
 import sys
 import time
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from hydra import (KINDS, Parser, command, counted_at, load_base, load_heads, make_tree, number,
-                   pick_device)
-from medusa import Lookup
-from model import KVCache, Sampler, UserError
-from tree import Dynamic, generate
-from vocabtrim import mbsu, trim_for
+from hydra import (KINDS, Hydra, Parser, command, counted_at, fingerprint, load_base, load_heads,
+                   make_tree, number, pick_device)
+from medusa import Lookup, Medusa
+from model import KVCache, Sampler, UserError, load_file, save_file
+from train import Progress, hold_out, own_text, read_corpus, train_heads, windows
+from tree import Dynamic, Tree, draft, generate, walk
+from vocabtrim import (best_size, count_ids, count_paths, coverage, drafting_weights, mbsu,
+                       most_frequent, step_cost, trim, trim_for, write_text)
 
 NEAR_TIE = 1e-3  # two scores closer than this may change places in float32; rows differ by far less
 
@@ -45,8 +48,8 @@ def tie_gap(model, prompt, one, other, choose):
     row alone."""
     if one == other:
         return None
-    at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-    if at >= min(len(one), len(other)):
+    at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
+    if at is None:
         return float("inf")  # one text is a part of the other: no tie explains that
     context = torch.tensor([prompt + one[:at]], device=model.wte.weight.device)
     choose.start(len(prompt), model.config.vocab_size)
@@ -61,7 +64,7 @@ def tie_gap(model, prompt, one, other, choose):
 
 
 @torch.inference_mode()
-def step_cost(model, sizes, repeats=60):
+def rows_cost(model, sizes, repeats=60):
     """{N: median seconds of a base-model call on N rows behind 128 kept ones}, interleaved."""
     device = model.wte.weight.device
     past = min(128, model.config.block_size // 2)
@@ -92,9 +95,9 @@ def measure(model, tokenizer, prompts, methods, limit, choose, blind=False):
             result["blind"] = generate(*call, choose=choose, noise=False)["steps"] if (
                 blind and choose.temperature and drafter) else result["steps"]
             results[name].append(result)
-        if sys.stderr.isatty():
-            print(f"\rtemperature {choose.temperature}: prompt {i + 1} of {len(prompts)} ", end="",
-                  file=sys.stderr)
+        if sys.stderr.isatty() or i % 10 == 9:
+            print(f"temperature {choose.temperature}: prompt {i + 1} of {len(prompts)}",
+                  end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr)
     return results
 
 
@@ -106,38 +109,40 @@ def quartiles(slow, fast):
 
 def summary(model, prompts, plain, runs, drafter, tree, choose):
     """What the JSON says of one method."""
-    gaps = [tie_gap(model, prompt, a["ids"], b["ids"], choose)
-            for prompt, a, b in zip(prompts, plain, runs)]
-    ties = [gap for gap in gaps if gap is not None]
+    ties = [gap for prompt, a, b in zip(prompts, plain, runs)
+            if (gap := tie_gap(model, prompt, a["ids"], b["ids"], choose)) is not None]
     tokens, steps = sum(sum(r["accepted"]) for r in runs), sum(r["steps"] for r in runs)
     low, middle, high = quartiles(plain, runs)
     return {"tokens_per_step": tokens / steps,
             "tokens_per_step_blind": tokens / sum(r["blind"] for r in runs),
             "tokens_per_s": tokens / sum(r["seconds"] for r in runs),
+            "step_ms": 1e3 * sum(r["seconds"] for r in runs) / steps,
             "speedup": middle, "speedup_quartiles": [low, high],
             "identical": all(gap < NEAR_TIE for gap in ties),
             "near_ties": sum(gap < NEAR_TIE for gap in ties), "tree_nodes": tree.size,
-            "mbsu": mbsu(tokens / steps, drafter, tree.max_depth) if drafter else tokens / steps,
+            "mbsu": mbsu(tokens / steps, drafter, tree.max_depth) if hasattr(
+                drafter, "base") else tokens / steps,
             "trim": 0 if getattr(drafter, "keep", None) is None else len(drafter.keep)}
 
 
-def show(temperature, table, seen, count):
-    print(f"\ntemperature {temperature}, {count} prompts; {seen:.0%} of the text's 8-grams "
-          "stood in it before")
-    print(f"{'':13}{'nodes':>6}{'tokens/step':>12}{'without noise':>14}{'tokens/s':>10}"
-          f"{'speed':>7}  quartiles   identical")
+def show(title, table, columns):
+    """columns: {heading: field of the rows}; speed, quartiles and the check come last."""
+    width = {heading: max(9, len(heading) + 2) for heading in columns}
+    print(f"\n{title}\n{'':16}" + "".join(f"{h:>{w}}" for h, w in width.items())
+          + "    speed  quartiles   identical")
     for name, row in table.items():
+        print(f"{name:16}" + "".join(
+            f"{row[field]:{width[h]}{'' if isinstance(row[field], int) else '.2f'}}"
+            for h, field in columns.items()), end="")
         low, high = row["speedup_quartiles"]
-        print(f"{name:13}{row['tree_nodes']:6}{row['tokens_per_step']:12.2f}"
-              f"{row['tokens_per_step_blind']:14.2f}{row['tokens_per_s']:10.0f}"
-              f"{row['speedup']:7.2f}  {low:.2f}..{high:.2f}  {str(row['identical']).lower()}"
-              + (f", {row['near_ties']} near-ties" if row["near_ties"] else ""))
+        print(f"{row['speedup']:9.2f}  {low:.2f}..{high:.2f}  {str(row['identical']).lower()}"
+              + (f", {row['near_ties']} near-ties" if row["near_ties"] else ""), flush=True)
 
 
 def compare(model, tokenizer, prompts, args):
     """Every method at every temperature -> the JSON object."""
     drafters = {"none": None, "lookup": Lookup(model.config.vocab_size)}
-    for kind in there(args.out):
+    for kind in kinds_in(args.out):
         for name in (kind, f"{kind} trim"):
             drafters[name] = load_heads(args.out, kind, model, tokenizer, args.device)
     tables = {}
@@ -152,17 +157,19 @@ def compare(model, tokenizer, prompts, args):
         tables[temperature] = {
             name: summary(model, prompts, results["none"], runs, *methods[name], choose)
             for name, runs in results.items()}
-        show(temperature, tables[temperature], seen, len(prompts))
-    cost = step_cost(model, [1, 2, 4, 8, 16, 32, 64])
+        show(f"temperature {temperature}, {len(prompts)} prompts; {seen:.0%} of the text's 8-grams "
+             "stood in it before", tables[temperature], {
+                 "nodes": "tree_nodes", "tokens/step": "tokens_per_step", "MBSU": "mbsu",
+                 "without noise": "tokens_per_step_blind", "tokens/s": "tokens_per_s"})
+    cost = rows_cost(model, [1, 2, 4, 8, 16, 32, 64])
     print("a step on N rows: " + ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in cost.items()))
-    return {"config": dataclasses.asdict(model.config), "threads": torch.get_num_threads(),
+    return {"config": asdict(model.config), "threads": torch.get_num_threads(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "step_cost": cost, "methods": tables.pop(0.0),
             "sampled": {str(temperature): table for temperature, table in tables.items()}}
 
 
-def there(out):
-    """The kinds of heads that a folder holds."""
+def kinds_in(out):
     return [kind for kind in KINDS if (Path(out) / f"{kind}.pt").exists()]
 
 
@@ -170,36 +177,28 @@ def sweep_tree(model, tokenizer, prompts, args):
     """The number of nodes: expected and measured tokens per step, cost of a step, speed; and how
     the size that `auto` took compares with the best of the sweep."""
     tables = {}
-    for kind, temperature in product(there(args.out), (0.0, 0.8)):
-        drafter = load_heads(args.out, kind, model, tokenizer, args.device)
+    for kind, temperature in product(kinds_in(args.out), (0.0, 0.8)):
+        drafter, methods = load_heads(args.out, kind, model, tokenizer, args.device), {}
         trim_for(drafter, "auto", temperature)
-        counted, methods = counted_at(drafter, temperature), {}
+        counted = counted_at(drafter, temperature)
         auto, dynamic = str(counted["auto"] + 1), {f"dynamic {n}": n for n in (8, 16)}
         for name in dict.fromkeys(["1", "2", "4", "6", "8", "12", "16", "24", "32", auto, "chain",
                                    *dynamic]):
-            tree = (Dynamic(dynamic[name], drafter.max_depth) if name in dynamic else
-                    make_tree(name, drafter, temperature, args.device))
-            methods[name] = drafter, tree
-        choose = Sampler(temperature)
+            methods[name] = drafter, Dynamic(dynamic[name], drafter.max_depth) if (
+                name in dynamic) else make_tree(name, drafter, temperature, args.device)
+        choose, table = Sampler(temperature), {}
         results = measure(model, tokenizer, prompts, methods, args.limit, choose)
-        print(f"\n{kind} at temperature {temperature}, {len(prompts)} prompts, drafts of "
-              f"{len(drafter.keep) if drafter.keep is not None else 'all'} ids; auto: "
-              f"{counted['why']}\n{'nodes':12}{'expected':>9}{'measured':>9}{'step, ms':>9}"
-              f"{'cost':>6}{'speed':>7}  quartiles   identical")
-        table = tables.setdefault(kind, {})[str(temperature)] = {}
         for name, runs in results.items():
             row = summary(model, prompts, results["1"], runs, *methods[name], choose)
-            row["step"] = sum(r["seconds"] for r in runs) / sum(r["steps"] for r in runs)
-            shares = zip(counted["paths"], counted["counts"])
             row["expected"] = 1 + sum(
-                count for path, count in shares
+                count for path, count in zip(counted["paths"], counted["counts"])
                 if tuple(path) in methods[name][1].paths) / counted["total"]
-            table[name] = row
-            low, high = row["speedup_quartiles"]
-            expected = f"{row['expected']:9.2f}" if name not in dynamic else " " * 9
-            print(f"{name:12}{expected}{row['tokens_per_step']:9.2f}{row['step'] * 1e3:9.2f}"
-                  f"{row['step'] / table['1']['step']:6.2f}{row['speedup']:7.2f}  "
-                  f"{low:.2f}..{high:.2f}  {str(row['identical']).lower()}")
+            table[name] = row | {"cost": row["step_ms"] / table.get("1", row)["step_ms"]}
+        ids = "all" if drafter.keep is None else len(drafter.keep)
+        show(f"{kind} at temperature {temperature}, {len(prompts)} prompts, drafts of {ids} ids; "
+             f"auto: {counted['why']}", table, {"expected": "expected", "cost": "cost",
+                                                "measured": "tokens_per_step", "ms": "step_ms"})
+        tables.setdefault(kind, {})[str(temperature)] = table
         best = max((n for n in table if n.isdecimal()), key=lambda n: table[n]["speedup"])
         low, middle, high = quartiles(results[best], results[auto])
         print(f"auto ({auto} nodes) against the best of the sweep ({best}): {middle:.2f} "
@@ -207,7 +206,132 @@ def sweep_tree(model, tokenizer, prompts, args):
     return tables
 
 
-COMMANDS = {"compare": compare, "tree": sweep_tree}
+@torch.inference_mode()
+def draft_seconds(drafter, tree, choose, repeats=30):
+    """Median seconds of drafting alone, a whole tree."""
+    model, seconds = drafter.base, []
+    h, tokens = model.wte.weight[:4], torch.arange(4, device=model.wte.weight.device)
+    choose.start(0, model.config.vocab_size)
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        draft(drafter, tree, drafter.start(h, tokens, 0), tokens[-1:], choose, 3)[1].tolist()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def kept_by_source(drafter, prompts, choose, k, args):
+    """{source: the k ids most frequent there}: the base model's own text, the text it was trained
+    on, and what these heads, untrimmed, draft after prompts that aren't measured."""
+    drafted, tree = [], make_tree("16", drafter, choose.temperature, args.device)
+
+    def watch(tree, tokens, choice, *rest):
+        drafted.extend(tokens[1:])
+        return walk(tree, tokens, choice, *rest)
+    for prompt in prompts:
+        generate(drafter.base, prompt, drafter, tree, args.limit, choose=choose, accept=watch)
+    counts = {"generated": drafter.counts[choose.temperature],
+              "corpus": load_file(Path(args.out) / "base.pt")["counts"],
+              "drafted": count_ids(torch.tensor(drafted), drafter.vocab_size)}
+    return {source: most_frequent(c, k).to(args.device) for source, c in counts.items()}
+
+
+def sweep_trim(model, tokenizer, prompts, args):
+    """The number of kept ids, with and without lucky ones, and the text they are counted on."""
+    tables, kind, half, V = {}, kinds_in(args.out)[-1], len(prompts) // 2, len(model.wte.weight)
+    for temperature in (0.0, 0.8, 1.0):
+        drafter = load_heads(args.out, kind, model, tokenizer, args.device)
+        tree = make_tree(args.tree, drafter, temperature, args.device)
+        counts, choose = drafter.counts[temperature], Sampler(temperature)
+        ways, methods, table = {"all": (None, 0)}, {"none": (None, Tree())}, {}
+        for k in (V // 64, V // 32, V // 16, V // 8, V // 4, V // 2):
+            for lucky in {0: 0, k // 4: 0} if temperature else [0]:
+                keep = most_frequent(counts, k).to(args.device)
+                ways[f"{k} + {lucky}" if lucky else f"{k}"] = keep, lucky
+        for source, keep in kept_by_source(drafter, prompts[half:], choose, V // 8, args).items():
+            ways[f"{source} {V // 8}"] = keep, V // 32 if temperature else 0
+        for name, (keep, lucky) in ways.items():
+            methods[name] = copy.copy(drafter), tree
+            trim(methods[name][0], keep, lucky)
+        results = measure(model, tokenizer, prompts[:half], methods, args.limit, choose)
+        for name in ways:
+            heads, runs = methods[name][0], results[name]
+            table[name] = summary(model, prompts, results["none"], runs, heads, tree, choose) | {
+                "coverage": 1.0 if heads.keep is None else coverage(counts, heads.keep.cpu()),
+                "megabytes": 4e-6 * drafting_weights(heads, tree.max_depth),
+                "draft_ms": 1e3 * draft_seconds(heads, tree, choose),
+                "of_all": quartiles(results["all"], runs)[1]}
+        show(f"{kind} at temperature {temperature}, {half} prompts, {tree.size} nodes", table, {
+            "coverage": "coverage", "tokens/step": "tokens_per_step", "MB read": "megabytes",
+            "MBSU": "mbsu", "draft, ms": "draft_ms", "step, ms": "step_ms", "of all": "of_all"})
+        tables[str(temperature)] = table
+        by_mbsu, by_clock = (max(table, key=lambda n: table[n][key]) for key in ("mbsu", "of_all"))
+        print(f"most by MBSU: {by_mbsu} ({table[by_mbsu]['mbsu'] / table['all']['mbsu'] - 1:+.0%} "
+              f"predicted, {table[by_mbsu]['of_all'] - 1:+.0%} measured); fastest by the clock: "
+              f"{by_clock} ({table[by_clock]['of_all'] - 1:+.0%})", flush=True)
+    return tables
+
+
+TEACHER = {"objective": "teacher"}
+ROWS = {"medusa": (Medusa, {}), "hydra": (Hydra, {}), "+ teacher": (Hydra, TEACHER),
+        "+ 4 blocks": (Hydra, TEACHER | {"n_block": 4}),
+        "+ prefix, hydra++": (Hydra, TEACHER | {"n_block": 4, "prefix": True}),
+        "+ own LM heads": (Hydra, TEACHER | {"n_block": 4, "prefix": True, "own_lm_head": True})}
+
+
+class Steps(Progress):  # by their number, not by the clock
+    count = -1
+
+    def done(self):
+        self.count += 1
+        return min(1.0, self.count / self.seconds)
+
+
+def sweep_heads(model, tokenizer, prompts, args):
+    """From Medusa to Hydra++, each row trained for the same time and for the same tokens. What is
+    done stays in out/ablation.pt."""
+    path, seconds, steps = Path(args.out) / "ablation.pt", *((4, 30) if args.quick else (100, 500))
+    rows, bound = load_file(path) if path.exists() else {}, fingerprint(model)
+    ids = tokenizer.encode_all(hold_out(read_corpus(args.data))[0])
+    ids, T = torch.tensor(ids, device=args.device), model.config.block_size
+    task = argparse.Namespace(seed=0, text_seconds=seconds / 2, block_size=T, heads_batch=2,
+                              heads_lr=2e-3)
+    text = [x.flatten(0, 1) for x in own_text(model, ids[:len(ids) * 19 // 20], task)]
+    begin = windows(ids[len(ids) * 19 // 20:], 32, T // 8, torch.Generator().manual_seed(3))
+    counting = {t: write_text(model, begin, T * 5 // 8, t) for t in (0.0, 1.0)}
+    for (name, (Heads, options)), same in product(ROWS.items(), ("time", "tokens")):
+        key = f"{name:18} same {same}, {seconds if same == 'time' else steps}"
+        if rows.get(key, {}).get("bound") != bound:
+            heads = Heads(model, **options).to(args.device)
+            train_heads(model, {"x": heads}, *text, task, Progress(key, seconds) if same == "time"
+                        else Steps(key, steps))
+            heads.eval().requires_grad_(False).ready()
+            rows[key] = {"bound": bound} | measure_heads(heads, counting, prompts, tokenizer, args)
+            save_file(path, rows)
+        print(f"{key:36}" + "".join(f"{what} {value:.2f}  " for what, value in rows[key].items()
+                                    if what != "bound"), flush=True)
+    return rows
+
+
+def measure_heads(heads, counting, prompts, tokenizer, args):
+    """Tokens per step with 16 nodes, at temperatures 0 and 1; the size that pays at 0 and its
+    speed; millions of weights that a draft pass reads; milliseconds of drafting."""
+    row, model, depth = {}, heads.base, heads.max_depth
+    for temperature, (tokens, h, noise) in counting.items():
+        ranks = heads.ranks(h, tokens, noise)[:, model.config.block_size // 8 - 1:].flatten(0, 1)
+        counted, choose = count_paths(ranks.tolist()), Sampler(temperature)
+        nodes = best_size(counted, len(ranks), step_cost(model, heads, counted, prompts[:2]))[0]
+        methods = {n: (heads, Tree([p for p, _ in counted[:n - 1]], args.device))
+                   for n in (1, 16, nodes)}
+        runs = measure(model, tokenizer, prompts, methods, args.limit, choose)
+        for n, what in ((16, "16 nodes"), (nodes, f"auto {nodes}")):
+            got = summary(model, prompts, runs[1], runs[n], *methods[n], choose)
+            what = f"T={temperature:.0f}, {what}"
+            row |= {what: got["tokens_per_step"], what + ", speed": got["speedup"]}
+    return row | {"M weights a pass": drafting_weights(heads, depth) / depth / 1e6,
+                  "draft ms": 1e3 * draft_seconds(heads, methods[16][1], choose)}
+
+
+COMMANDS = {"compare": compare, "tree": sweep_tree, "trim": sweep_trim, "heads": sweep_heads}
 
 
 def main():
@@ -218,6 +342,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="few prompts, short texts")
     parser.add_argument("--prompts", type=number(2), default=40, metavar="N")
     parser.add_argument("--tree", default="auto", help="as in hydra.py")
+    parser.add_argument("--data", help="for `heads`: what train.py was given")
     parser.set_defaults(limit=128)
     if parser.parse_args().quick:
         parser.set_defaults(prompts=6, limit=48)

@@ -44,7 +44,6 @@ class Lookup:
 
 class ResBlock(nn.Module):
     """x + SiLU(W x + b), started as the identity: W = b = 0."""
-
     def __init__(self, width):
         super().__init__()
         self.linear = nn.Linear(width, width)
@@ -80,7 +79,7 @@ class Medusa(nn.Module):
                                     for _ in range(n_head))  # made anew: [block] * n shares weights
         self.lm_heads = nn.ModuleList(nn.Linear(C, model.config.vocab_size, bias=False)
                                       for _ in range(n_head if own_lm_head else 0))
-        self.keep = None  # the ids to draft from, all of them unless vocabtrim.trim says otherwise
+        self.keep, self.lucky = None, 0  # the ids to draft from: all, or see vocabtrim.trim
         for head in self.lm_heads:
             head.load_state_dict(model.lm_head.state_dict())
 
@@ -96,8 +95,7 @@ class Medusa(nn.Module):
         return torch.stack((h.unsqueeze(-2).expand_as(inside), inside), -2)
 
     def look_back(self, h, position=None):
-        """What the heads see of the hidden states: Hydra++ puts a layer between."""
-        return h
+        return h  # Hydra++ puts a layer between
 
     # the three methods of a drafter
 
@@ -107,10 +105,14 @@ class Medusa(nn.Module):
     def extend(self, depth, state, tokens):
         return state  # independent: whatever was put on the path, the head sees the same
 
-    def logits(self, depth, state):
+    def logits(self, depth, state, extra=None):
+        """extra: ids to score beside those that trimmed heads keep."""
         skip, inside = state[..., depth - self.max_depth, :, :].unbind(-2)
         x = self.blocks[depth](skip + F.silu(inside))
-        return self.lm_head(depth)(x) if self.keep is None else F.linear(x, self.trimmed[depth])
+        if self.keep is None:
+            return self.lm_head(depth)(x)
+        rows = [self.trimmed[depth]] + [self.lm_head(depth).weight[extra]] * (extra is not None)
+        return torch.cat([F.linear(x, W) for W in rows], -1)
 
     def lm_head(self, depth):
         return self.lm_heads[depth] if self.lm_heads else self.base.lm_head
@@ -136,14 +138,15 @@ class Medusa(nn.Module):
 
         "hard": the sum over heads of 0.8^(i+1) times the cross entropy with the true token
         (Medusa-1, section 2.2.1). "teacher": the cross entropy with the base model's distribution
-        at t + 1 + i, all heads alike (Hydra++). Heads that are trimmed need the teacher and the
-        labels (by default the tokens) among their ids, and may need a bias (V,), see train.py."""
-        losses, hard = [], self.options["objective"] == "hard"
-        labels = tokens if labels is None else labels
+        at t + 1 + i, all heads alike (Hydra++). For trimmed heads teacher, labels (by default the
+        tokens) and a bias (V,) are of the ids they keep, see train.py."""
+        labels, losses = tokens if labels is None else labels, []
+        hard = self.options["objective"] == "hard"
         for i, logits in enumerate(self.guesses(h, tokens)):
             target = labels[:, 2 + i:] if hard else teacher[:, 1 + i:-1]
             losses.append(F.cross_entropy((logits + bias).flatten(0, 1), target.flatten(0, 1)))
-        return sum((0.8 ** (i + 1) if hard else 1.0) * loss for i, loss in enumerate(losses)), losses
+        weights = [0.8 ** (i + 1) if hard else 1.0 for i in range(self.max_depth)]
+        return sum(weight * loss for weight, loss in zip(weights, losses)), losses
 
     @torch.no_grad()
     def ranks(self, h, tokens, noise=None):

@@ -115,20 +115,18 @@ class Progress:
 
 
 def schedule(done, step, warm_up=20):
-    """Learning rate as a share of its peak: a short rise, a flat part, a straight fall to nearly
-    zero."""
+    """Learning rate as a share of its peak: a short rise, a flat part, a straight fall."""
     return min(1.0, (step + 1) / warm_up) * max(0.02, min(1.0, (1 - done) / 0.6))
 
 
 def windows(ids, batch, length, generator):
-    """Random stretches of the text, (batch, length)."""
     begin = torch.randint(len(ids) - length + 1, (batch, 1), generator=generator)
     return ids[begin + torch.arange(length)]
 
 
-def fit(name, module, draw, loss_of, seconds, peak):
-    """AdamW for `seconds`; draw(share of the time that is gone) -> tensors, the tokens first;
-    loss_of(*tensors) -> (loss, text)."""
+def fit(progress, module, draw, loss_of, peak):
+    """AdamW until all is done; draw(how much is) -> tensors, the tokens first; loss_of(*tensors) ->
+    (loss, text)."""
     groups = {"matrices": [], "embedding": [], "others": []}
     for key, p in module.named_parameters():
         groups["others" if p.dim() < 2 else "embedding" if "wte" in key else "matrices"].append(p)
@@ -136,12 +134,12 @@ def fit(name, module, draw, loss_of, seconds, peak):
     optimizer = torch.optim.AdamW([
         {"params": groups["matrices"], "rate": peak, "weight_decay": 0.1},
         {"params": groups["embedding"], "rate": EMBEDDING_RATE * peak},
-        {"params": groups["others"], "rate": peak}], betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    progress, step, text = Progress(name, seconds), 0, ""
-    while progress.done() < 1:
+        {"params": groups["others"], "rate": peak}], betas=(0.9, 0.95), weight_decay=0, fused=True)
+    step, text = 0, ""
+    while (done := progress.done()) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = group["rate"] * schedule(progress.done(), step)
-        x = draw(progress.done())
+            group["lr"] = group["rate"] * schedule(done, step)
+        x = draw(done)
         loss, text = loss_of(*x)
         optimizer.zero_grad()
         loss.backward()
@@ -179,14 +177,14 @@ def train_base(model, ids, args):
     def loss_of(x):
         loss = next_token_loss(model, x)
         return loss, f"loss {loss.item():.3f}"
-    fit("base model", model, draw, loss_of, args.base_seconds, args.lr)
+    fit(Progress("base model", args.base_seconds), model, draw, loss_of, args.lr)
 
 
 # the base model's own text
 
 
 def own_text(model, ids, args, rows=64):
-    """Text for the heads to learn from, (rows, block_size), and its hidden states: each begins
+    """Text for the heads to learn from, (n, rows, block_size), and its hidden states: each begins
     with an eighth from the corpus and goes on as the base model does, greedily and at the other
     temperatures in turn."""
     generator, written = torch.Generator().manual_seed(args.seed + 1), []
@@ -197,10 +195,10 @@ def own_text(model, ids, args, rows=64):
                                   temperature, args.seed + len(written), keep_noise=False)[:2])
         progress.show(f"{rows * len(written)} texts of {args.block_size} tokens")
     progress.show(f"{rows * len(written)} texts of {args.block_size} tokens", last=True)
-    return [torch.cat(part) for part in zip(*written)]
+    return [torch.stack(part) for part in zip(*written)]
 
 
-def train_heads(model, heads, texts, hidden, args):
+def train_heads(model, heads, texts, hidden, args, progress=None):
     """All sets of heads on the same batches, whose hidden states came with the text: the base model
     itself is needed no more, but for its LM head. Of that, each batch reads the rows of some ids
     only, or it would take most of the time."""
@@ -225,7 +223,8 @@ def train_heads(model, heads, texts, hidden, args):
         text = ", ".join(f"{kind} {each[0]:.2f}..{each[-1]:.2f}"
                          for kind, (_, each) in losses.items())
         return sum(loss for loss, _ in losses.values()), text
-    fit("heads", torch.nn.ModuleDict(heads), draw, loss_of, args.heads_seconds, args.heads_lr)
+    progress = progress or Progress("heads", args.heads_seconds)
+    fit(progress, torch.nn.ModuleDict(heads), draw, loss_of, args.heads_lr)
     for set_of_heads in heads.values():
         trim(set_of_heads, None)
 
@@ -333,8 +332,9 @@ def main():
         for kind in KINDS:  # heads of an earlier base model fit this one no more
             (Path(args.out) / f"{kind}.pt").unlink(missing_ok=True)
         save_file(Path(args.out) / "base.pt", {
-            "config": asdict(model.config), "model": model.state_dict(),
-            "merges": torch.tensor(tokenizer.merges), "prompts": prompts})
+            "config": asdict(model.config), "model": model.state_dict(), "prompts": prompts,
+            "merges": torch.tensor(tokenizer.merges),
+            "counts": count_ids(ids, tokenizer.vocab_size)})
     model.eval().requires_grad_(False)
     loss, size = held_out_loss(model, last), sum(map(len, held))
     print(f"held-out loss: {loss:.3f} nats a token, "
@@ -345,11 +345,12 @@ def main():
           f"{tokenizer.decode(text)}", flush=True)
     heads = {kind: Heads(model).to(args.device) for kind, Heads in KINDS.items()}
     written, hidden = own_text(model, ids, args)
-    train_heads(model, heads, written, hidden, args)
+    train_heads(model, heads, written.flatten(0, 1), hidden.flatten(0, 1), args)
     for h in heads.values():
         h.eval().requires_grad_(False)
         h.ready()
-        h.counts = count_ids(written, tokenizer.vocab_size)  # for VocabTrim
+        h.counts = {t: count_ids(written[i::len(TEMPERATURES)], tokenizer.vocab_size)
+                    for i, t in enumerate(TEMPERATURES)}  # for VocabTrim
     trees = count_trees(model, heads, counting, prompts, args)
     for kind, h in heads.items():
         save_heads(args.out, kind, h, trees[kind], tokenizer)

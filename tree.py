@@ -19,7 +19,6 @@ A drafter is three methods and a number; this is all that Medusa, Hydra and Look
 
 A state is whatever can be indexed by row. N nodes, root included; D depth; V vocabulary.
 """
-import argparse
 import json
 import sys
 import time
@@ -97,7 +96,6 @@ class Tree(Nodes):
         return place, best[place, rank], onward
 
     def filled(self, tokens):
-        """-> (the nodes that the drafter filled, their tokens): the upper levels, at times."""
         return self.cut(self.depth[len(tokens) - 1]), tokens
 
 
@@ -164,11 +162,17 @@ def full(depth, width):
 
 
 def guesses(drafter, depth, state, choose, position):
-    """-> scores (rows, k) for the children of nodes at this depth, and the k ids they are of. With
-    the base model's `choose`, the guesses are ranked with the very noise that will decide at their
-    position, so that a drafter that agrees with the model agrees with its dice too."""
-    scores, ids = drafter.logits(depth, state), getattr(drafter, "keep", None)
-    ids = torch.arange(scores.shape[-1], device=scores.device) if ids is None else ids
+    """-> scores (rows, k) for the children of nodes at this depth, and the k ids they are of: with
+    the base model's `choose`, ranked with the very noise that will decide at their position, so
+    that a drafter that agrees with the model agrees with its dice too."""
+    keep, lucky = getattr(drafter, "keep", None), getattr(drafter, "lucky", 0)
+    if keep is None or not (choose and lucky):
+        scores = drafter.logits(depth, state)
+        ids = torch.arange(scores.shape[-1], device=scores.device) if keep is None else keep
+    else:  # drafts of a trimmed vocabulary: whatever has much noise may win here as well
+        noise = choose.gumbel(position + 1 + depth, state).index_fill(0, keep, -torch.inf)
+        extra = noise.topk(lucky).indices
+        scores, ids = drafter.logits(depth, state, extra), torch.cat((keep, extra))
     return choose.scores(scores, [position + 1 + depth], PENALTY, ids) if choose else scores, ids
 
 
@@ -275,11 +279,9 @@ def check_tree(tree, max_depth, vocab_size):
 
 
 def generate(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, show=None, **options):
-    """Run `decode(model, prompt, ...)` to its end, timing it alone -> dict with the fields of
-    --json that belong to it.
+    """Run `decode(model, prompt, ...)` to its end, timing it alone -> its fields of --json.
 
-    `show`, if given, is called with the new tokens as they come; its time isn't counted.
-    """
+    `show`, if given, is called with the new tokens as they come; its time isn't counted."""
     steps, seconds = [], []
     run = decode(model, prompt, drafter, tree, limit, stop, **options)
     while True:
@@ -314,7 +316,6 @@ def picture(tree, labels=None, path=()):
 
 
 def parse_paths(text):
-    """A tree's paths from JSON; ValueError where it is none."""
     paths = json.loads(text)
     if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
         raise ValueError("it is no list of lists of ranks")
@@ -322,11 +323,8 @@ def parse_paths(text):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Show a tree and its attention mask.")
-    parser.add_argument("paths", nargs="?", default=json.dumps(full(3, 2)), metavar="PATHS",
-                        help="JSON such as [[0],[1],[0,0]]")
     try:
-        print(picture(Tree(parse_paths(parser.parse_args().paths))))
+        print(picture(Tree(parse_paths(sys.argv[1]) if sys.argv[1:] else full(3, 2))))
     except (ValueError, RecursionError) as error:
         print(f"tree.py: {error}; say paths such as [[0],[1],[0,0]]", file=sys.stderr)
         sys.exit(2)

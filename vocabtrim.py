@@ -48,29 +48,28 @@ def coverage(counts, keep):
     return float(counts[keep].sum() / counts.sum())
 
 
-def trim(heads, keep):
+def trim(heads, keep, lucky=0):
     """Let these heads draft from the ids keep (k,) alone; None: from all. Their rows of the LM head
-    are copied once into a tensor of their own: gathered at each step, they would save nothing."""
-    V = heads.base.config.vocab_size
-    if keep is not None:
-        ids = keep.tolist()
-        if not ids or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= V:
-            raise ValueError(f"kept ids must be distinct and in 0..{V - 1}")
-    heads.keep = keep
+    are copied once into a tensor of their own: gathered at each step, they would save nothing.
+    lucky: how many ids with the largest noise join them at each position, see tree.guesses."""
+    V, ids = heads.vocab_size, [0] if keep is None else keep.tolist()
+    if not ids or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= V:
+        raise ValueError(f"kept ids must be distinct and in 0..{V - 1}")
+    heads.keep, heads.lucky = keep, min(lucky, V - len(keep)) if keep is not None else 0
     heads.trimmed = None if keep is None else [
         heads.lm_head(i).weight[keep].contiguous() for i in range(heads.max_depth)
     ] if heads.lm_heads else [heads.base.lm_head.weight[keep].contiguous()] * heads.max_depth
 
 
 def trim_for(heads, text, temperature):
-    """What --trim asks for -> k, 0 = off. auto: an eighth of the vocabulary for greedy decoding;
-    off with a temperature, where noise lifts rare ids and drafts would miss them."""
-    V = heads.vocab_size
-    k = text if text != "auto" else V // 8 if temperature == 0 else 0
-    if k > V:
-        raise UserError(f"--trim {k}: the vocabulary has only {V} ids")
-    device = heads.base.wte.weight.device
-    trim(heads, most_frequent(heads.counts, k).to(device) if k else None)
+    """What --trim asks for -> k, 0 = off; auto: an eighth of the vocabulary. With a temperature
+    half as many lucky ids again: noise lifts rare ids, and drafts would miss them."""
+    k = heads.vocab_size // 8 if text == "auto" else text
+    if k > heads.vocab_size:
+        raise UserError(f"--trim {k}: the vocabulary has only {heads.vocab_size} ids")
+    counts = heads.counts[min(heads.counts, key=lambda t: abs(t - temperature))]
+    trim(heads, most_frequent(counts, k).to(heads.base.wte.weight.device) if k else None,
+         k // 4 if temperature else 0)
     return k
 
 
