@@ -319,7 +319,8 @@ def measure_heads(heads, counting, prompts, tokenizer, args):
     for temperature, (tokens, h, noise) in counting.items():
         ranks = heads.ranks(h, tokens, noise)[:, model.config.block_size // 8 - 1:].flatten(0, 1)
         counted, choose = count_paths(ranks.tolist()), Sampler(temperature)
-        nodes = best_size(counted, len(ranks), step_cost(model, heads, counted, prompts[:2]))[0]
+        nodes = best_size(counted, len(ranks), step_cost(model, heads, counted, prompts[:2],
+                                                              choose))[0]
         methods = {n: (heads, Tree([p for p, _ in counted[:n - 1]], args.device))
                    for n in (1, 16, nodes)}
         runs = measure(model, tokenizer, prompts, methods, args.limit, choose)

@@ -110,8 +110,8 @@ def fingerprint(model):
 
 def save_heads(out, kind, heads, trees, tokenizer):
     """trees: {temperature: {"paths": counted paths, the best first, with their "counts" of "total",
-    "auto": how many of them pay on this machine, "why": a sentence}}. heads.counts (V,): how often
-    the base model writes each id."""
+    "auto": how many of them pay on this machine, "trim": how many kept ids, "why": a sentence}}.
+    heads.counts: {temperature: how often the base model writes each id, (V,)}."""
     save_file(Path(out) / f"{kind}.pt", {
         "options": heads.options, "heads": heads.state_dict(), "trees": trees,
         "counts": heads.counts, "tokenizer": tokenizer.hash, "base": fingerprint(heads.base)})

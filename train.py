@@ -1,8 +1,7 @@
 """
 Train everything: corpus -> tokenizer -> base model -> heads, all into one folder.
 
-    python train.py            # about 12 minutes on two cores
-    python train.py --quick    # a toy in 90 seconds, for trying things
+    python train.py            # about 15 minutes on two cores; --quick: a toy in 90 seconds
 
 The corpus is the source of the Python standard library that runs this program, so nothing has to be
 downloaded. Training is planned by the clock, not by steps: the learning rate falls to zero when the
@@ -22,9 +21,9 @@ import torch.nn.functional as F
 
 from hydra import (KINDS, Parser, number, command, load_base, make_folder, pick_device,
                    save_heads)
-from model import GPT, GPTConfig, UserError, save_file
+from model import GPT, GPTConfig, Sampler, UserError, save_file
 from tokenizer import Tokenizer, count_pretokens, standard_prompts, train_bpe
-from tree import generate
+from tree import Tree, generate
 from vocabtrim import (best_size, count_ids, count_paths, some_ids, step_cost, trim, trim_for,
                        write_text)
 
@@ -95,14 +94,12 @@ def hold_out(texts):
 # training
 
 
-class Progress:
-    """One line that is rewritten, or on no terminal a plain line now and then."""
+class Progress:  # one line that is rewritten, or on no terminal a plain line now and then
     def __init__(self, name, seconds):
         self.name, self.seconds, self.begin, self.shown = name, seconds, time.monotonic(), 0.0
         self.live = sys.stdout.isatty()
 
-    def done(self):
-        """How much of the time is gone, 0 to 1."""
+    def done(self):  # how much of the time is gone
         return min(1.0, (time.monotonic() - self.begin) / self.seconds)
 
     def show(self, text, last=False):
@@ -184,9 +181,8 @@ def train_base(model, ids, args):
 
 
 def own_text(model, ids, args, rows=64):
-    """Text for the heads to learn from, (n, rows, block_size), and its hidden states: each begins
-    with an eighth from the corpus and goes on as the base model does, greedily and at the other
-    temperatures in turn."""
+    """Text for the heads to learn from, (n, rows, block_size), and its hidden states: an eighth is
+    from the corpus, the rest what the base model writes then, at each temperature in turn."""
     generator, written = torch.Generator().manual_seed(args.seed + 1), []
     progress, P = Progress("own text", args.text_seconds), args.block_size // 8
     while progress.done() < 1 or len(written) < len(TEMPERATURES):
@@ -194,14 +190,13 @@ def own_text(model, ids, args, rows=64):
         written.append(write_text(model, windows(ids, rows, P, generator), args.block_size - P,
                                   temperature, args.seed + len(written), keep_noise=False)[:2])
         progress.show(f"{rows * len(written)} texts of {args.block_size} tokens")
-    progress.show(f"{rows * len(written)} texts of {args.block_size} tokens", last=True)
+    progress.show(f"{rows * len(written)} texts", last=True)
     return [torch.stack(part) for part in zip(*written)]
 
 
-def train_heads(model, heads, texts, hidden, args, progress=None):
-    """All sets of heads on the same batches, whose hidden states came with the text: the base model
-    itself is needed no more, but for its LM head. Of that, each batch reads the rows of some ids
-    only, or it would take most of the time."""
+def train_heads(model, heads, texts, hidden, args, progress):
+    """All sets of heads on the same batches, whose hidden states came with the text. Of the LM head
+    each batch reads the rows of some ids only, or it would take most of the time."""
     generator = torch.Generator().manual_seed(args.seed + 2)
     place = torch.zeros(model.config.vocab_size, dtype=torch.long, device=texts.device)
 
@@ -216,14 +211,12 @@ def train_heads(model, heads, texts, hidden, args, progress=None):
             teacher = teacher[..., ids] * bias.exp()
             teacher /= teacher.sum(-1, keepdim=True)
             place[ids] = torch.arange(len(ids), device=ids.device)
-        losses = {}
+        total, text = 0, ""
         for kind, set_of_heads in heads.items():
             trim(set_of_heads, ids)
-            losses[kind] = set_of_heads.loss(h, x, teacher, place[x], bias)
-        text = ", ".join(f"{kind} {each[0]:.2f}..{each[-1]:.2f}"
-                         for kind, (_, each) in losses.items())
-        return sum(loss for loss, _ in losses.values()), text
-    progress = progress or Progress("heads", args.heads_seconds)
+            loss, each = set_of_heads.loss(h, x, teacher, place[x], bias)
+            total, text = total + loss, text + f"{kind} {each[0]:.2f}..{each[-1]:.2f} "
+        return total, text.rstrip()
     fit(progress, torch.nn.ModuleDict(heads), draw, loss_of, args.heads_lr)
     for set_of_heads in heads.values():
         trim(set_of_heads, None)
@@ -233,11 +226,11 @@ def train_heads(model, heads, texts, hidden, args, progress=None):
 
 
 def count_trees(model, heads, ids, prompts, args):
-    """{kind: {temperature: counted paths and the size that pays}}, from text that the base model
-    writes after `ids`, which the heads haven't seen."""
+    """{kind: {temperature: counted paths, the size and the number of kept ids that pay}}, from text
+    that the base model writes after `ids`, which the heads haven't seen."""
     P, new, rows = args.block_size // 8, args.block_size * 5 // 8, 16
     generator = torch.Generator().manual_seed(args.seed + 3)
-    trees, cost = {kind: {} for kind in heads}, {}
+    trees = {kind: {} for kind in heads}
     for temperature in TEMPERATURES:
         ranks = {kind: [] for kind in heads}
         for part in range(args.calibration // rows):
@@ -246,15 +239,22 @@ def count_trees(model, heads, ids, prompts, args):
                 ranks[kind] += h.ranks(text[1], text[0], text[2])[:, P - 1:].flatten(0, 1).tolist()
         for kind, h in heads.items():
             counted, total = count_paths(ranks[kind]), len(ranks[kind])
-            way = kind, trim_for(h, "auto", temperature)
-            if way not in cost:
-                cost[way] = step_cost(model, h, counted, prompts[:4])
-            trim(h, None)
-            nodes, why = best_size(counted, total, cost[way])
+            choose, tries = Sampler(temperature), []
+            for k in (h.vocab_size // 8, 0):  # the same text either way: the clock decides
+                trim_for(h, k, temperature)
+                cost = step_cost(model, h, counted, prompts[:3], choose)
+                nodes, why = best_size(counted, total, cost)
+                tree = Tree([path for path, _ in counted[:nodes - 1]], args.device)
+                seconds = sum(generate(model, prompt, h, tree, 64, choose=choose)["seconds"]
+                              for prompt in prompts[:8])
+                tries.append((seconds, k, nodes, why))
+            _, k, nodes, why = min(tries)
+            why += f", drafting from {k or 'all'} ids"
             print(f"{kind} at temperature {temperature}: {why}", flush=True)
-            trees[kind][temperature] = {"paths": [list(path) for path, _ in counted],
-                                        "counts": [count for _, count in counted],
-                                        "total": total, "auto": nodes - 1, "why": why}
+            trees[kind][temperature] = {
+                "paths": [list(path) for path, _ in counted], "counts": [n for _, n in counted],
+                "total": total, "auto": nodes - 1, "trim": k, "why": why}
+            trim(h, None)
     return trees
 
 
@@ -275,11 +275,10 @@ def parse():
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--quick", action="store_true", help="a toy in 90 seconds")
     parser.add_argument("--resume", action="store_true", help="keep the base model that DIR holds")
+    least = {"seed": 0, "vocab_size": 257, "block_size": 16, "calibration": 16, "length": 16}
     for name, value in SIZES.items():
-        least = {"seed": 0, "vocab_size": 257, "block_size": 16, "calibration": 16, "length": 16}
         parser.add_argument("--" + name.replace("_", "-"), type=number(least.get(name, 1)),
-                            default=value, metavar="N",
-                            help=f"default {value}, with --quick {QUICK.get(name, value)}")
+                            default=value, help=f"{value}, with --quick {QUICK.get(name, value)}")
     parser.add_argument("--lr", type=number(0, kind=float), default=2e-3, help="peak, base model")
     parser.add_argument("--heads-lr", type=number(0, kind=float), default=2e-3, help="peak, heads")
     if parser.parse_args().quick:
@@ -345,7 +344,8 @@ def main():
           f"{tokenizer.decode(text)}", flush=True)
     heads = {kind: Heads(model).to(args.device) for kind, Heads in KINDS.items()}
     written, hidden = own_text(model, ids, args)
-    train_heads(model, heads, written.flatten(0, 1), hidden.flatten(0, 1), args)
+    train_heads(model, heads, written.flatten(0, 1), hidden.flatten(0, 1), args,
+                Progress("heads", args.heads_seconds))
     for h in heads.values():
         h.eval().requires_grad_(False)
         h.ready()

@@ -62,14 +62,14 @@ def trim(heads, keep, lucky=0):
 
 
 def trim_for(heads, text, temperature):
-    """What --trim asks for -> k, 0 = off; auto: an eighth of the vocabulary. With a temperature
-    half as many lucky ids again: noise lifts rare ids, and drafts would miss them."""
-    k = heads.vocab_size // 8 if text == "auto" else text
+    """What --trim asks for -> k, 0 = off; auto: what was faster on the machine that trained. With a
+    temperature a quarter as many lucky ids join: noise lifts rare ids that drafts would miss."""
+    nearest = min(heads.counts, key=lambda counted: abs(counted - temperature))
+    k = heads.trees[nearest]["trim"] if text == "auto" else text
     if k > heads.vocab_size:
         raise UserError(f"--trim {k}: the vocabulary has only {heads.vocab_size} ids")
-    counts = heads.counts[min(heads.counts, key=lambda t: abs(t - temperature))]
-    trim(heads, most_frequent(counts, k).to(heads.base.wte.weight.device) if k else None,
-         k // 4 if temperature else 0)
+    keep = most_frequent(heads.counts[nearest], k) if k else None
+    trim(heads, keep.to(heads.base.wte.weight.device) if k else None, k // 4 if temperature else 0)
     return k
 
 
@@ -160,14 +160,14 @@ def expected_tokens(counted, total, nodes):
     return 1 + sum(count for _, count in counted[:nodes - 1]) / total
 
 
-def step_cost(model, drafter, counted, prompts, sizes=(1, 2, 4, 6, 8, 12, 16, 24, 32)):
+def step_cost(model, drafter, counted, prompts, choose, sizes=(1, 2, 4, 6, 8, 12, 16, 24, 32)):
     """{N: seconds of a step with N nodes, drafting included}, medians, the sizes interleaved."""
     sizes = [n for n in sizes if n <= len(counted) + 1]
     trees = [Tree([path for path, _ in counted[:n - 1]], model.wte.weight.device) for n in sizes]
     seconds = {n: [] for n in sizes}
     for prompt in prompts:
         for n, tree in zip(sizes, trees):
-            run = generate(model, prompt, drafter, tree, 24)
+            run = generate(model, prompt, drafter, tree, 24, choose=choose)
             seconds[n].append(run["seconds"] / run["steps"])
     return {n: statistics.median(s) for n, s in seconds.items()}
 

@@ -55,7 +55,7 @@ DRAFTERS = {
 def trimmed(Heads, model, seed):
     """Heads that draft from a random part of the vocabulary, at times from one id or from all."""
     heads = random_heads(Heads, model, seed, own_lm_head=seed % 3 == 0)
-    trim(heads, keep_some(heads, model, seed).keep)
+    trim(heads, keep_some(heads, model, seed).keep, lucky=seed % 3)
     return heads
 
 

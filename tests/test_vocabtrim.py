@@ -59,6 +59,32 @@ def test_keeping_all_drafts_the_same_and_keeping_some_the_right_ones(Heads, own,
     assert drafts() == some != full
 
 
+@pytest.mark.parametrize("lucky", [1, 2, 99])
+def test_lucky_ids_join_where_noise_decides(lucky):
+    """Drafts are those of the full head over the kept ids and, at each position anew, the ids with
+    the largest noise there; without noise, over the kept ids alone."""
+    model, keep = small_model(2), torch.tensor([1, 4, 5, 9])
+    heads = random_heads(Hydra, model, own_lm_head=True)
+    h, root, tree = torch.randn(1, 16), torch.tensor([4]), t.Tree(t.full(3, 2))
+    choose = m.Sampler(1.5, seed=1)
+    choose.start(8, 11)
+    vocabtrim.trim(heads, keep, lucky)
+
+    def drafts(choose):
+        return t.draft(heads, tree, heads.start(h, root, 0), root, choose, 7)[1].tolist()
+    some, blind = drafts(choose), drafts(None)
+    vocabtrim.trim(heads, keep)
+    assert drafts(None) == blind and drafts(choose) != some
+    vocabtrim.trim(heads, None)
+
+    def blocked(depth, state):
+        g = choose.gumbel(8 + depth, h).tolist()
+        rest = sorted(set(range(11)) - set(keep.tolist()), key=lambda v: -g[v])[lucky:]
+        return Hydra.logits(heads, depth, state).index_fill(-1, torch.tensor(rest).long(), -1e9)
+    heads.logits = blocked
+    assert drafts(choose) == some
+
+
 def test_what_is_trimmed_away_arrives_as_a_correction():
     """Without any token of the true text: the same text, one token a step."""
     model = small_model(5, block_size=60, V=30)
