@@ -293,8 +293,8 @@ def sweep_heads(model, tokenizer, prompts, args):
     rows, bound = load_file(path) if path.exists() else {}, fingerprint(model)
     ids = tokenizer.encode_all(hold_out(read_corpus(args.data))[0])
     ids, T = torch.tensor(ids, device=args.device), model.config.block_size
-    task = argparse.Namespace(seed=0, text_seconds=seconds / 2, block_size=T, heads_batch=2,
-                              heads_lr=2e-3)
+    task = argparse.Namespace(seed=0, text_seconds=seconds / 2, text_rows=256, block_size=T,
+                              heads_batch=2, heads_lr=2e-3)
     text = [x.flatten(0, 1) for x in own_text(model, ids[:len(ids) * 19 // 20], task)]
     begin = windows(ids[len(ids) * 19 // 20:], 32, T // 8, torch.Generator().manual_seed(3))
     counting = {t: write_text(model, begin, T * 5 // 8, t) for t in (0.0, 1.0)}

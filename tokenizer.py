@@ -140,17 +140,16 @@ class Tokenizer:
 
 
 def standard_prompts(tokenizer, texts, length, most=64):
-    """Up to `most` prompts of `length` tokens from the line starts of held-out texts, as lists of
-    ids.
-
-    Only such that their text encodes to the same ids again: they can be given on the command line.
-    """
+    """Up to `most` prompts of `length` tokens from held-out texts, as lists of ids. Each begins
+    with a line that isn't indented, and its text encodes to the same ids again: it can be given on
+    the command line."""
     prompts = []
     for place in range(40):
         for text in texts:
-            begin = text.find("\n", len(text) * place // 40) + 1
+            line = re.compile(r"\n(?=\S)").search(text, len(text) * place // 40)
+            begin = line.end() if line else len(text)
             ids = tokenizer.encode(text[begin:begin + 20 * length])[:length]
-            whole = begin and len(ids) == length and tokenizer.encode(tokenizer.decode(ids)) == ids
-            if whole and text[begin] not in " \n" and ids not in prompts and len(prompts) < most:
+            whole = len(ids) == length and tokenizer.encode(tokenizer.decode(ids)) == ids
+            if whole and ids not in prompts and len(prompts) < most:
                 prompts.append(ids)
     return prompts

@@ -180,17 +180,17 @@ def train_base(model, ids, args):
 # the base model's own text
 
 
-def own_text(model, ids, args, rows=64):
+def own_text(model, ids, args):
     """Text for the heads to learn from, (n, rows, block_size), and its hidden states: an eighth is
     from the corpus, the rest what the base model writes then, at each temperature in turn."""
     generator, written = torch.Generator().manual_seed(args.seed + 1), []
     progress, P = Progress("own text", args.text_seconds), args.block_size // 8
     while progress.done() < 1 or len(written) < len(TEMPERATURES):
         temperature = TEMPERATURES[len(written) % len(TEMPERATURES)]
-        written.append(write_text(model, windows(ids, rows, P, generator), args.block_size - P,
-                                  temperature, args.seed + len(written), keep_noise=False)[:2])
-        progress.show(f"{rows * len(written)} texts of {args.block_size} tokens")
-    progress.show(f"{rows * len(written)} texts", last=True)
+        begin = windows(ids, args.text_rows, P, generator)
+        written.append(write_text(model, begin, args.block_size - P, temperature,
+                                  args.seed + len(written), keep_noise=False)[:2])
+        progress.show(f"{len(begin) * len(written)} texts", last=progress.done() == 1)
     return [torch.stack(part) for part in zip(*written)]
 
 
@@ -230,31 +230,30 @@ def count_trees(model, heads, ids, prompts, args):
     that the base model writes after `ids`, which the heads haven't seen."""
     P, new, rows = args.block_size // 8, args.block_size * 5 // 8, 16
     generator = torch.Generator().manual_seed(args.seed + 3)
-    trees = {kind: {} for kind in heads}
+    trees, cost, timed = {kind: {} for kind in heads}, {}, prompts[:args.calibration // rows]
     for temperature in TEMPERATURES:
-        ranks = {kind: [] for kind in heads}
+        ranks, choose = {kind: [] for kind in heads}, Sampler(temperature)
         for part in range(args.calibration // rows):
             text = write_text(model, windows(ids, rows, P, generator), new, temperature, part)
             for kind, h in heads.items():  # from the first root on that the model has written
                 ranks[kind] += h.ranks(text[1], text[0], text[2])[:, P - 1:].flatten(0, 1).tolist()
         for kind, h in heads.items():
-            counted, total = count_paths(ranks[kind]), len(ranks[kind])
-            choose, tries = Sampler(temperature), []
-            for k in (h.vocab_size // 8, 0):  # the same text either way: the clock decides
+            counted, total, tries = count_paths(ranks[kind]), len(ranks[kind]), []
+            for k in (h.vocab_size // 8, h.vocab_size // 4, 0):  # the same text: the clock decides
                 trim_for(h, k, temperature)
-                cost = step_cost(model, h, counted, prompts[:3], choose)
-                nodes, why = best_size(counted, total, cost)
+                if (way := (kind, k, temperature > 0)) not in cost:
+                    cost[way] = step_cost(model, h, counted, timed[:2], choose)
+                nodes, why = best_size(counted, total, cost[way])
                 tree = Tree([path for path, _ in counted[:nodes - 1]], args.device)
                 seconds = sum(generate(model, prompt, h, tree, 64, choose=choose)["seconds"]
-                              for prompt in prompts[:8])
-                tries.append((seconds, k, nodes, why))
+                              for prompt in timed)
+                tries.append((seconds, k, nodes, f"{why}, drafting from {k or 'all'} ids"))
+            trim(h, None)
             _, k, nodes, why = min(tries)
-            why += f", drafting from {k or 'all'} ids"
             print(f"{kind} at temperature {temperature}: {why}", flush=True)
             trees[kind][temperature] = {
                 "paths": [list(path) for path, _ in counted], "counts": [n for _, n in counted],
                 "total": total, "auto": nodes - 1, "trim": k, "why": why}
-            trim(h, None)
     return trees
 
 
@@ -262,9 +261,10 @@ def count_trees(model, heads, ids, prompts, args):
 
 SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2,
          "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 390,
-         "text_seconds": 50, "heads_batch": 2, "heads_seconds": 330, "calibration": 64, "seed": 0}
+         "text_seconds": 75, "text_rows": 256, "heads_batch": 2, "heads_seconds": 290, "seed": 0,
+         "calibration": 64}
 QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 25,
-         "text_seconds": 5, "heads_seconds": 18, "calibration": 16}
+         "text_seconds": 5, "text_rows": 64, "heads_seconds": 18, "calibration": 16}
 
 
 def parse():

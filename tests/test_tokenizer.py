@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenizer
-from tokenizer import PATTERN, Tokenizer, count_pretokens, train_bpe
+from tokenizer import PATTERN, Tokenizer, count_pretokens, standard_prompts, train_bpe
 
 texts = st.text(st.sampled_from("ab\n \t_09é漢.\"'x"), max_size=80)
 
@@ -104,3 +104,17 @@ def test_twice_the_same_token_is_refused():
 
 def test_examples_in_docstrings():
     assert doctest.testmod(tokenizer).failed == 0 < doctest.testmod(tokenizer).attempted
+
+
+def test_standard_prompts_are_pieces_of_the_texts():
+    """Of the asked length, distinct, from the start of a line that isn't indented, and the same
+    when given as text on a command line."""
+    texts = [f"x = {i}\n    y = '{i * 7919}é'\nclass A{i}:\n    pass\n\n" * 9 for i in range(5)]
+    tokenizer = Tokenizer(train_bpe(count_pretokens(texts), 400))
+    prompts = standard_prompts(tokenizer, texts, 12, most=7)
+    assert len(prompts) == 7 == len({tuple(ids) for ids in prompts})
+    for ids in prompts:
+        text = tokenizer.decode(ids)
+        assert len(ids) == 12 and tokenizer.encode(text) == ids
+        assert any("\n" + text in whole for whole in texts) and not text[0].isspace()
+    assert standard_prompts(tokenizer, ["one line only", ""], 12) == []

@@ -186,3 +186,18 @@ def test_written_text_is_the_naive_decoders(temperature):
     assert torch.equal(scores.argmax(-1), tokens[:, 5:])
     for row, prompt in zip(tokens, prompts.tolist()):
         assert temperature or row[5:].tolist() == m.naive_generate(model, prompt, 20)
+
+
+def test_text_written_without_keeping_the_noise_follows_the_law():
+    """By inverse distribution: chi-square of the first new token of 4000 rows, false failures
+    below 1e-6 (11 ids, 10 degrees of freedom)."""
+    model = small_model(3, block_size=40)
+    prompts = torch.tensor([PROMPT]).expand(4000, -1)
+    tokens, h, noise = vocabtrim.write_text(model, prompts, 1, 0.8, seed=1, keep_noise=False)
+    assert noise is None and torch.allclose(h, model(tokens), rtol=0, atol=1e-10)
+    law = (model.lm_head(h[0, 4]) / 0.8).softmax(-1) * 4000
+    seen = torch.bincount(tokens[:, 5], minlength=11)
+    enough = law >= 5
+    statistic = ((seen - law)[enough] ** 2 / law[enough]).sum()
+    df = torch.tensor(float(enough.sum() - 1))
+    assert torch.special.gammaincc(df / 2, statistic / 2) > 1e-6
