@@ -6,20 +6,23 @@ planted from outside, through a seam, that must turn it red. A test that can't f
 
 The lines of the product that these tests are meant to guard; bending one should turn the suite red:
 
-    tree.py    draft     `state = state[up]`, the keep map, the position of the noise
+    tree.py    guesses   the position of the noise; the lucky ids are none that are kept
+               draft     `state[place[onward]]`; the map to ids
                walk      `tokens[c] == choice[node]`
                decode    cutting after the stop token; `tree.cut(room - 1)`; cutting to the ranks
-                         that can be drafted; `now`, the levels that the drafter filled;
-                         `now.depths + position`; `now.mask`; positions of the choices;
-                         `choose.start`; `cache.keep(path)`;
-                         `new`; `h[path]`
-               Tree      ancestors in the mask; the cut
+                         that can be drafted; `now.depths + position`; `now.mask`; positions of
+                         the choices; `choose.start`; `cache.keep(path)`; `new`; `h[path]`
+               Nodes     ancestors in the mask
+               Tree      the cut; `filled`, the levels that the drafter filled
+               Dynamic   the order of the nodes; their parents
     model.py   KVCache   slicing off rows past the end; compaction in `keep`
                additive  what a row may see
                Sampler   seed, order of the noise, temperature, its least size, top-k, top-p
-    medusa.py  guesses   the shifts of path and label
+    medusa.py  guesses   the shift of the path
+               loss      the shifts of label and teacher
                start     the last row
     hydra.py   extend    the heads that a token is added to, with tables and without
+               look_back a new text; causal; rows kept
 """
 from functools import partial
 
