@@ -296,8 +296,8 @@ def sweep_heads(model, tokenizer, prompts, args):
     task = argparse.Namespace(seed=0, text_seconds=seconds / 2, text_rows=256, block_size=T,
                               heads_batch=2, heads_lr=2e-3)
     text = [x.flatten(0, 1) for x in own_text(model, ids[:len(ids) * 19 // 20], task)]
-    begin = windows(ids[len(ids) * 19 // 20:], 32, T // 8, torch.Generator().manual_seed(3))
-    counting = {t: write_text(model, begin, T * 5 // 8, t) for t in (0.0, 1.0)}
+    begin = windows(ids[len(ids) * 19 // 20:], 32, T // 4, torch.Generator().manual_seed(3))
+    counting = {t: write_text(model, begin, T // 2, t) for t in (0.0, 1.0)}
     for (name, (Heads, options)), same in product(ROWS.items(), ("time", "tokens")):
         key = f"{name:18} same {same}, {seconds if same == 'time' else steps}"
         if rows.get(key, {}).get("bound") != bound:
@@ -317,7 +317,7 @@ def measure_heads(heads, counting, prompts, tokenizer, args):
     speed; millions of weights that a draft pass reads; milliseconds of drafting."""
     row, model, depth = {}, heads.base, heads.max_depth
     for temperature, (tokens, h, noise) in counting.items():
-        ranks = heads.ranks(h, tokens, noise)[:, model.config.block_size // 8 - 1:].flatten(0, 1)
+        ranks = heads.ranks(h, tokens, noise)[:, model.config.block_size // 4 - 1:].flatten(0, 1)
         counted, choose = count_paths(ranks.tolist()), Sampler(temperature)
         nodes = best_size(counted, len(ranks), step_cost(model, heads, counted, prompts[:2],
                                                               choose))[0]

@@ -7,7 +7,7 @@ The corpus is the source of the Python standard library that runs this program, 
 downloaded. Training is planned by the clock, not by steps: the learning rate falls to zero when the
 time is up, and a faster machine simply gets better models. What counts as held out is a fixed tenth
 of the files, which nothing here learns from: the held-out loss and the standard prompts come from
-there. The trees are counted on text after training prompts that only the heads haven't seen."""
+there. The trees are counted on text after another twentieth, which is only in the tokenizer."""
 import hashlib
 import platform
 import sys
@@ -227,8 +227,8 @@ def train_heads(model, heads, texts, hidden, args, progress):
 
 def count_trees(model, heads, ids, prompts, args):
     """{kind: {temperature: counted paths, the size and the number of kept ids that pay}}, from text
-    that the base model writes after `ids`, which the heads haven't seen."""
-    P, new, rows = args.block_size // 8, args.block_size * 5 // 8, 16
+    that the base model writes after `ids`, which neither it nor the heads have seen."""
+    P, new, rows = args.block_size // 4, args.block_size // 2, 16  # as the standard prompts
     generator = torch.Generator().manual_seed(args.seed + 3)
     trees, cost, timed = {kind: {} for kind in heads}, {}, prompts[:args.calibration // rows]
     for temperature in TEMPERATURES:
