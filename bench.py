@@ -341,14 +341,13 @@ def main():
     parser.add_argument("--out", default="out", metavar="DIR")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--quick", action="store_true", help="few prompts, short texts")
-    parser.add_argument("--prompts", type=number(2), default=40, metavar="N")
+    parser.add_argument("--prompts", type=number(2), metavar="N", help="how many; default: 40, for "
+                        "the sweeps 20, with --quick 6")
     parser.add_argument("--tree", default="auto", help="as in hydra.py")
     parser.add_argument("--data", help="for `heads`: what train.py was given")
-    parser.set_defaults(limit=128)
-    if parser.parse_args().quick:
-        parser.set_defaults(prompts=6, limit=48)
     args = parser.parse_args()
-    args.device = pick_device(args.device)
+    args.device, args.limit = pick_device(args.device), 48 if args.quick else 128
+    args.prompts = args.prompts or (6 if args.quick else 40 if args.what == "compare" else 20)
     model, tokenizer, prompts = load_base(args.out, args.device)
     prompts = prompts[:args.prompts]
     if len(prompts) < 2:

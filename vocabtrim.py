@@ -4,8 +4,7 @@ VocabTrim: draft with the vocabulary that is used.
 A drafter reads its whole LM head at every level of the tree, V x C weights, for tokens that are
 almost never drafted. Keep the rows of the k ids that the base model generates most often, and
 drafting reads k / V of it (VocabTrim, Goel et al. 2025; FR-Spec, Zhao et al. 2025). Verification
-reads the whole head as before, so the text can't change: a token that was trimmed away can't be
-drafted and arrives as the base model's correction.
+reads it all, so the text can't change: what was trimmed away arrives as the model's correction.
 
     >>> counts = torch.tensor([0, 7, 0, 2, 7, 1])
     >>> most_frequent(counts, 3).tolist()                  # 1 and 4 came 7 times, 3 twice
@@ -19,6 +18,7 @@ drafted and arrives as the base model's correction.
 """
 import math
 import statistics
+import sys
 from collections import Counter
 
 import torch
@@ -27,8 +27,7 @@ from model import KVCache, UserError
 from tree import Tree, generate
 
 
-def count_ids(tokens, vocab_size):
-    """How often each id stands in a text that the base model generated -> (V,)."""
+def count_ids(tokens, vocab_size):  # -> (V,)
     return torch.bincount(tokens.flatten().cpu(), minlength=vocab_size)
 
 
@@ -68,6 +67,8 @@ def trim_for(heads, text, temperature):
     k = heads.trees[nearest]["trim"] if text == "auto" else text
     if k > heads.vocab_size:
         raise UserError(f"--trim {k}: the vocabulary has only {heads.vocab_size} ids")
+    if (came := int((heads.counts[nearest] > 0).sum())) < k:
+        print(f"only {came} ids came in the counted text: filled up to {k}", file=sys.stderr)
     keep = most_frequent(heads.counts[nearest], k) if k else None
     trim(heads, keep.to(heads.base.wte.weight.device) if k else None, k // 4 if temperature else 0)
     return k
@@ -120,8 +121,7 @@ def write_text(model, prompts, new, temperature, seed=0, keep_noise=True):
         cache.keep(range(fed.shape[1]))
         scores = model.lm_head(hidden[-1][:, -1])
         if noise is not None:  # minus the logarithm of an exponential variable is Gumbel
-            g = torch.empty(B, V).exponential_(generator=generator).log_()
-            noise[:, at] = g.mul_(-temperature)
+            noise[:, at] = -temperature * torch.empty(B, V).exponential_(generator=generator).log_()
             scores = scores + noise[:, at]
         fed = scores.argmax(-1, keepdim=True)
         if temperature and noise is None:  # one random number a row: quicker than one an id

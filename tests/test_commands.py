@@ -77,6 +77,14 @@ def test_trace_shows_each_steps_tree(out, monkeypatch, capsys):
     assert traced.err.count("\n> ") == int(plain.err.split("] ")[1].split()[0]) - 1 >= steps
 
 
+def test_more_ids_than_ever_came_are_filled_up_and_that_is_said(out, monkeypatch, capsys):
+    V = result_vocabulary(out)
+    assert run(monkeypatch, hydra, "--prompt", "x", "--out", out, "--trim", V, "--json") == 0
+    got = capsys.readouterr()
+    assert f"ids came in the counted text: filled up to {V}" in got.err
+    assert json.loads(got.out)["trim"] == V
+
+
 def test_typical_says_that_it_is_lossy(out, monkeypatch, capsys):
     assert run(monkeypatch, hydra, "--prompt", "x", "--out", out, "--typical",
                "--temperature", "1") == 0
