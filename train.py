@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import time
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -37,8 +38,7 @@ EMBEDDING_RATE = 8  # times the learning rate of the matrices
 
 
 def list_files(data):
-    """data: None for the standard library, or a file or folder -> (root, paths in a fixed
-    order)."""
+    """data: None for the standard library, or a file or folder -> (root, paths in order)."""
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = (p for p in root.rglob("*.py") if not SKIP & set(p.relative_to(root).parts))
@@ -222,9 +222,6 @@ def train_heads(model, heads, texts, hidden, args, progress):
         trim(set_of_heads, None)
 
 
-# trees from counting
-
-
 def count_trees(model, heads, ids, prompts, args):
     """{kind: {temperature: counted paths, the size and the number of kept ids that pay}}, from text
     that the base model writes after `ids`, which neither it nor the heads have seen."""
@@ -238,18 +235,21 @@ def count_trees(model, heads, ids, prompts, args):
             for kind, h in heads.items():  # from the first root on that the model has written
                 ranks[kind] += h.ranks(text[1], text[0], text[2])[:, P - 1:].flatten(0, 1).tolist()
         for kind, h in heads.items():
-            counted, total, tries = count_paths(ranks[kind]), len(ranks[kind]), []
-            for k in (h.vocab_size // 8, h.vocab_size // 4, 0):  # the same text: the clock decides
+            counted, total = count_paths(ranks[kind]), len(ranks[kind])
+            ways = [(0, 1, "1 node: on this machine plain decoding is faster")]
+            for k in (h.vocab_size // 8, h.vocab_size // 4, 0):
                 trim_for(h, k, temperature)
-                if (way := (kind, k, temperature > 0)) not in cost:
-                    cost[way] = step_cost(model, h, counted, timed[:2], choose)
-                nodes, why = best_size(counted, total, cost[way])
-                tree = Tree([path for path, _ in counted[:nodes - 1]], args.device)
-                seconds = sum(generate(model, prompt, h, tree, 64, choose=choose)["seconds"]
-                              for prompt in timed)
-                tries.append((seconds, k, nodes, f"{why}, drafting from {k or 'all'} ids"))
+                if (kind, k, temperature > 0) not in cost:
+                    cost[kind, k, temperature > 0] = step_cost(model, h, counted, timed[:2], choose)
+                nodes, why = best_size(counted, total, cost[kind, k, temperature > 0])
+                ways.append((k, nodes, f"{why}, drafting from {k or 'all'} ids"))
+            took = dict.fromkeys(ways, 0)
+            for prompt, way in product(timed, ways):  # the same text: the clock decides
+                trim_for(h, way[0], temperature)
+                tree = Tree([path for path, _ in counted[:way[1] - 1]], args.device)
+                took[way] += generate(model, prompt, h, tree, 64, choose=choose)["seconds"]
             trim(h, None)
-            _, k, nodes, why = min(tries)
+            k, nodes, why = min(ways, key=took.get)
             print(f"{kind} at temperature {temperature}: {why}", flush=True)
             trees[kind][temperature] = {
                 "paths": [list(path) for path, _ in counted], "counts": [n for _, n in counted],
