@@ -41,7 +41,7 @@ def out(tmp_path_factory):
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     with pytest.MonkeyPatch.context() as monkeypatch:
         assert run(monkeypatch, train, "--quick", "--data", data, "--out", folder / "out",
-                   "--vocab-size", 512, "--base-seconds", 14, "--text-seconds", 4,
-                   "--heads-seconds", 12) == 0
+                   "--vocab-size", 512, "--base-seconds", 11, "--text-seconds", 1,
+                   "--heads-seconds", 9) == 0
     torch.set_num_threads(threads)
     return folder / "out"
