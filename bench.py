@@ -237,15 +237,15 @@ def kept_by_source(drafter, prompts, choose, k, args):
 
 def sweep_trim(model, tokenizer, prompts, args):
     """The number of kept ids, with and without lucky ones, and the text they are counted on."""
-    tables, kind, half, V = {}, kinds_in(args.out)[-1], len(prompts) // 2, len(model.wte.weight)
-    for temperature in (0.0, 0.8, 1.0):
+    tables, half, V = {}, len(prompts) // 2, len(model.wte.weight)
+    for kind, temperature in product(kinds_in(args.out)[-1:], (0.0, 0.8, 1.0)):
         drafter = load_heads(args.out, kind, model, tokenizer, args.device)
         tree = make_tree(args.tree, drafter, temperature, args.device)
         counts, choose = drafter.counts[temperature], Sampler(temperature)
         ways, methods, table = {"all": (None, 0)}, {"none": (None, Tree())}, {}
         for k in (V // 64, V // 32, V // 16, V // 8, V // 4, V // 2):
-            for lucky in {0: 0, k // 4: 0} if temperature else [0]:
-                keep = most_frequent(counts, k).to(args.device)
+            keep = most_frequent(counts, k).to(args.device)
+            for lucky in (0, k // 4) if temperature else (0,):
                 ways[f"{k} + {lucky}" if lucky else f"{k}"] = keep, lucky
         for source, keep in kept_by_source(drafter, prompts[half:], choose, V // 8, args).items():
             ways[f"{source} {V // 8}"] = keep, V // 32 if temperature else 0
@@ -350,8 +350,9 @@ def main():
     args.prompts = args.prompts or (6 if args.quick else 40 if args.what == "compare" else 20)
     model, tokenizer, prompts = load_base(args.out, args.device)
     prompts = prompts[:args.prompts]
-    if len(prompts) < 2:
-        raise UserError("the held-out text was too short for standard prompts: train on more text")
+    if len(prompts) < (least := 4 if args.what == "trim" else 2):
+        raise UserError(f"{len(prompts)} standard prompts are too few, {least} are needed: ask for "
+                        "more, or train on more text")
     print(json.dumps(COMMANDS[args.what](model, tokenizer, prompts, args)))
 
 

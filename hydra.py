@@ -140,7 +140,7 @@ def load_heads(out, kind, model, tokenizer, device="cpu"):
     try:
         heads = KINDS[kind](model, **content["options"])
         heads.load_state_dict(content["heads"])
-        heads.trees, heads.counts = content["trees"], content["counts"]
+        heads.trees, heads.counts = content["trees"], dict(content["counts"])
         bound_to = content["tokenizer"], content["base"]
     except (KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())

@@ -164,6 +164,7 @@ def test_damaged_folders(out, tmp_path, monkeypatch, capsys):
     for change, message in [({"base": "0"}, "another base model"),
                             ({"tokenizer": "0"}, "another base model"),
                             ({"options": {"n_head": 3}}, "doesn't fit"),
+                            ({"counts": torch.ones(9)}, "doesn't fit"),  # of an earlier version
                             ({"heads": {}}, "doesn't fit")]:
         torch.save({**heads, **change}, tmp_path / "hydra.pt")
         refused(message)
@@ -251,6 +252,8 @@ def test_bench_prints_its_table_and_one_json_object(out, monkeypatch, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result) == set(hydra.KINDS) and set(result["hydra"]) == {"0.0", "0.8"}
     assert all(row["identical"] for row in result["hydra"]["0.8"].values())
+    assert run(monkeypatch, bench, "trim", "--quick", "--out", out, "--prompts", "2") == 2
+    assert "2 standard prompts are too few, 4 are needed" in sentence(capsys)
     assert run(monkeypatch, bench, "--out", out, "--tree", "[[9999]]") == 2
     assert "path [9999]" in sentence(capsys)
 
