@@ -6,9 +6,7 @@ Measure: every method on the same held-out prompts, paired and interleaved in on
     python bench.py trim       # how many ids pay, counted on which text
     python bench.py heads      # from Medusa to Hydra++, one ingredient at a time
 
-Every method decodes a prompt before the next prompt begins, so whatever slows the machine for a
-while slows all. A speed-up is the median over prompts of (seconds of plain decoding / seconds of
-the method), without the prompt's own forward. Tokens per step = (new tokens - 1) / steps.
+How is said in `measure.py`. The last line of each is one JSON object.
 """
 import argparse
 import copy
@@ -25,119 +23,14 @@ import torch
 
 from hydra import (KINDS, Hydra, Parser, command, counted_at, fingerprint, load_base, load_heads,
                    make_tree, number, pick_device)
+from measure import (bars, cached_loop, draft_seconds, measure, plot, quartiles, repetition,
+                     roofline, rows_cost, show, show_steps, split, summary)
 from medusa import Lookup, Medusa
-from model import KVCache, Sampler, UserError, load_file, save_file
+from model import Sampler, UserError, load_file, save_file
 from train import Progress, hold_out, own_text, read_corpus, train_heads, windows
-from tree import Dynamic, Tree, draft, generate, walk
-from vocabtrim import (best_size, count_ids, count_paths, coverage, drafting_weights, mbsu,
+from tree import Dynamic, Tree, generate, walk
+from vocabtrim import (best_size, count_ids, count_paths, coverage, drafting_weights,
                        most_frequent, step_cost, trim, trim_for, write_text)
-
-NEAR_TIE = 1e-3  # two scores closer than this may change places in float32; rows differ by far less
-
-
-def repetition(ids, n=8):
-    """The share of n-grams of a text that stood in it before."""
-    grams = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-@torch.inference_mode()
-def tie_gap(model, prompt, one, other, choose):
-    """None if two texts are equal, else how far apart the base model's noisy scores of the two ids
-    lie at the first difference: in float32 a row among others may differ in its last bits from the
-    row alone."""
-    if one == other:
-        return None
-    at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
-    if at is None:
-        return float("inf")  # one text is a part of the other: no tie explains that
-    context = torch.tensor([prompt + one[:at]], device=model.wte.weight.device)
-    choose.start(len(prompt), model.config.vocab_size)
-    logits = model.lm_head(model(context)[:, -1])
-    scores = choose.scores(logits, [context.shape[1]])[0]
-    gap = abs(float(scores[one[at]] - scores[other[at]]))
-    if gap == float("inf") and choose.top_p < 1:  # one was filtered: how near the edge was it?
-        law = Sampler(choose.temperature, choose.top_k).law(logits)
-        gap = min(abs(float(law[0][law[0] > law[0, i]].sum()) - choose.top_p)
-                  for i in (one[at], other[at]))
-    return gap
-
-
-@torch.inference_mode()
-def rows_cost(model, sizes, repeats=60):
-    """{N: median seconds of a base-model call on N rows behind 128 kept ones}, interleaved."""
-    device = model.wte.weight.device
-    past = min(128, model.config.block_size // 2)
-    cache = KVCache(model, past + max(sizes))
-    cache.keep(range(past))
-    seconds = {n: [] for n in sizes}
-    rows = torch.zeros(1, max(sizes), dtype=torch.long, device=device)
-    for _ in range(repeats):
-        for n in sizes:
-            positions = torch.full((n,), past, device=device)
-            begin = time.perf_counter()
-            model.lm_head(model(rows[:, :n], cache, positions)[0]).argmax(-1).tolist()
-            seconds[n].append(time.perf_counter() - begin)
-    return {n: statistics.median(s[5:]) for n, s in seconds.items()}
-
-
-def measure(model, tokenizer, prompts, methods, limit, choose, blind=False):
-    """methods: {name: (drafter, tree)} -> {name: list of results, one a prompt}, the methods
-    interleaved prompt by prompt. blind: each result also tells the steps that drafts ranked
-    without the noise would take."""
-    for drafter, tree in methods.values():  # warm up
-        generate(model, prompts[0], drafter, tree, 32)
-    results = {name: [] for name in methods}
-    for i, prompt in enumerate(prompts):
-        for name, (drafter, tree) in methods.items():
-            call = model, prompt, drafter, tree, limit, tokenizer.stop
-            result = generate(*call, choose=choose)
-            result["blind"] = generate(*call, choose=choose, noise=False)["steps"] if (
-                blind and choose.temperature and drafter) else result["steps"]
-            results[name].append(result)
-        if sys.stderr.isatty() or i % 10 == 9:
-            print(f"temperature {choose.temperature}: prompt {i + 1} of {len(prompts)}",
-                  end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr)
-    return results
-
-
-def quartiles(slow, fast):
-    """Of the paired ratios of seconds, prompt by prompt."""
-    ratios = [a["seconds"] / b["seconds"] for a, b in zip(slow, fast) if b["steps"]]
-    return statistics.quantiles(ratios, n=4, method="inclusive")
-
-
-def summary(model, prompts, plain, runs, drafter, tree, choose):
-    """What the JSON says of one method."""
-    ties = [gap for prompt, a, b in zip(prompts, plain, runs)
-            if (gap := tie_gap(model, prompt, a["ids"], b["ids"], choose)) is not None]
-    tokens, steps = sum(sum(r["accepted"]) for r in runs), sum(r["steps"] for r in runs)
-    low, middle, high = quartiles(plain, runs)
-    return {"tokens_per_step": tokens / steps,
-            "tokens_per_step_blind": tokens / sum(r["blind"] for r in runs),
-            "tokens_per_s": tokens / sum(r["seconds"] for r in runs),
-            "step_ms": 1e3 * sum(r["seconds"] for r in runs) / steps,
-            "speedup": middle, "speedup_quartiles": [low, high],
-            "identical": all(gap < NEAR_TIE for gap in ties),
-            "near_ties": sum(gap < NEAR_TIE for gap in ties), "tree_nodes": tree.size,
-            "mbsu": mbsu(tokens / steps, drafter, tree.max_depth) if hasattr(
-                drafter, "base") else tokens / steps,
-            "trim": 0 if getattr(drafter, "keep", None) is None else len(drafter.keep)}
-
-
-def show(title, table, columns):
-    """columns: {heading: field of the rows}; speed, quartiles and the check come last."""
-    width = {heading: max(9, len(heading) + 2) for heading in columns}
-    print(f"\n{title}\n{'':16}" + "".join(f"{h:>{w}}" for h, w in width.items())
-          + "    speed  quartiles   identical")
-    for name, row in table.items():
-        print(f"{name:16}" + "".join(
-            f"{row[field]:{width[h]}{'' if isinstance(row[field], int) else '.2f'}}"
-            for h, field in columns.items()), end="")
-        low, high = row["speedup_quartiles"]
-        print(f"{row['speedup']:9.2f}  {low:.2f}..{high:.2f}  {str(row['identical']).lower()}"
-              + (f", {row['near_ties']} near-ties" if row["near_ties"] else ""), flush=True)
-
 
 def compare(model, tokenizer, prompts, args):
     """Every method at every temperature -> the JSON object."""
@@ -145,7 +38,7 @@ def compare(model, tokenizer, prompts, args):
     for kind in kinds_in(args.out):
         for name in (kind, f"{kind} trim"):
             drafters[name] = load_heads(args.out, kind, model, tokenizer, args.device)
-    tables = {}
+    tables, repeated = {}, {}
     for temperature in (0.0, 0.8, 1.0):
         choose, methods = Sampler(temperature), {}
         for name, drafter in drafters.items():
@@ -153,20 +46,49 @@ def compare(model, tokenizer, prompts, args):
                 trim_for(drafter, model.config.vocab_size // 8 * ("trim" in name), temperature)
             methods[name] = drafter, make_tree(args.tree, drafter, temperature, args.device)
         results = measure(model, tokenizer, prompts, methods, args.limit, choose, blind=True)
-        seen = statistics.mean(repetition(r["ids"]) for r in results["none"])
-        tables[temperature] = {
-            name: summary(model, prompts, results["none"], runs, *methods[name], choose)
+        repeated[temperature] = statistics.mean(repetition(r["ids"]) for r in results["none"])
+        tables[temperature] = table = {
+            name: summary(model, prompts, results["none"], runs, *methods[name], choose) | {
+                "ms": split(model, prompts[:4], *methods[name], args.limit, choose)}
             for name, runs in results.items()}
-        show(f"temperature {temperature}, {len(prompts)} prompts; {seen:.0%} of the text's 8-grams "
-             "stood in it before", tables[temperature], {
+        show(f"temperature {temperature}, {len(prompts)} prompts; {repeated[temperature]:.0%} of "
+             "the text's 8-grams stood in it before", table, {
                  "nodes": "tree_nodes", "tokens/step": "tokens_per_step", "MBSU": "mbsu",
                  "without noise": "tokens_per_step_blind", "tokens/s": "tokens_per_s"})
-    cost = rows_cost(model, [1, 2, 4, 8, 16, 32, 64])
-    print("a step on N rows: " + ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in cost.items()))
+        show_steps(table)
+    print("\nspeed at temperature 0, plain decoding = 1")
+    bars(tables[0.0])
+    if args.plot:
+        plot(tables, args.plot)
     return {"config": asdict(model.config), "threads": torch.get_num_threads(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "step_cost": cost, "methods": tables.pop(0.0),
-            "sampled": {str(temperature): table for temperature, table in tables.items()}}
+            **machine(model, tokenizer, prompts, args), "methods": tables.pop(0.0),
+            "sampled": {str(temperature): table for temperature, table in tables.items()},
+            "repeated_8_grams": {str(temperature): share for temperature, share in
+                                 repeated.items()}}
+
+
+def machine(model, tokenizer, prompts, args):
+    """What doesn't depend on drafts: the prompt's forward, what rows cost, how near plain decoding
+    comes to what memory allows, and to a cached loop without any tree."""
+    cost, (weights, bandwidth) = rows_cost(model, [1, 2, 4, 8, 16, 32, 64]), roofline(model)
+    call, pairs = (args.limit, tokenizer.stop), []
+    for prompt in prompts:
+        run = generate(model, prompt, None, Tree(), *call)
+        ids, seconds = cached_loop(model, prompt, *call)
+        assert ids == run["ids"], "the yardstick is broken"
+        if run["steps"]:
+            pairs.append((seconds / run["seconds"], run["seconds"] / run["steps"],
+                          run["prompt_seconds"]))
+    ratio, step, first = (statistics.median(x) for x in zip(*pairs))
+    print("\na step on N rows: " + ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in cost.items())
+          + f"\na prompt's own forward: {first * 1e3:.1f} ms\n"
+          f"plain decoding: {step * 1e3:.2f} ms a step; reading {weights / 1e6:.1f} MB of weights "
+          f"at {bandwidth / 1e9:.1f} GB/s takes {1e3 * weights / bandwidth:.2f} ms, "
+          f"{weights / bandwidth / step:.0%} of it\n"
+          f"the loop of tree.py runs at {ratio:.2f}x the speed of a cached loop written by hand")
+    return {"step_cost": cost, "roofline": weights / bandwidth / step, "bandwidth": bandwidth,
+            "against_hand_written": ratio}
 
 
 def kinds_in(out):
@@ -204,19 +126,6 @@ def sweep_tree(model, tokenizer, prompts, args):
         print(f"auto ({auto} nodes) against the best of the sweep ({best}): {middle:.2f} "
               f"({low:.2f}..{high:.2f})", flush=True)
     return tables
-
-
-@torch.inference_mode()
-def draft_seconds(drafter, tree, choose, repeats=30):
-    """Median seconds of drafting alone, a whole tree."""
-    model, seconds = drafter.base, []
-    h, tokens = model.wte.weight[:4], torch.arange(4, device=model.wte.weight.device)
-    choose.start(0, model.config.vocab_size)
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        draft(drafter, tree, drafter.start(h, tokens, 0), tokens[-1:], choose, 3)[1].tolist()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
 
 
 def kept_by_source(drafter, prompts, choose, k, args):
@@ -345,6 +254,9 @@ def main():
                         "the sweeps 20, with --quick 6")
     parser.add_argument("--tree", default="auto", help="as in hydra.py")
     parser.add_argument("--data", help="for `heads`: what train.py was given")
+    parser.add_argument("--plot", metavar="FILE", help="draw the comparison (needs matplotlib)")
+    parser.add_argument("--compile", action="store_true", help="let torch.compile make the base "
+                        "model's step")
     args = parser.parse_args()
     args.device, args.limit = pick_device(args.device), 48 if args.quick else 128
     args.prompts = args.prompts or (6 if args.quick else 40 if args.what == "compare" else 20)

@@ -14,7 +14,7 @@ import hydra
 import train
 
 BUDGET = dict(model=260, tokenizer=160, tree=330, medusa=180, hydra=340, vocabtrim=180, train=360,
-              bench=360)
+              measure=280, bench=360)
 ABSENT = "cuda" if torch.backends.mps.is_available() else "mps"
 TINY = ["--vocab-size", "300", "--n-layer", "1", "--n-embd", "32", "--n-inner", "32",
         "--block-size", "48", "--length", "24", "--base-seconds", "1", "--heads-seconds", "1",
@@ -241,7 +241,7 @@ def test_plain_process_ascii_pipe_and_empty_home(out, tmp_path):
 def test_bench_prints_its_table_and_one_json_object(out, monkeypatch, capsys):
     assert run(monkeypatch, bench, "--quick", "--out", out, "--prompts", "2") == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(result) == {"config", "versions", "threads", "step_cost", "methods", "sampled"}
+    assert set(result) >= {"config", "versions", "threads", "step_cost", "methods", "sampled"}
     for methods in (result["methods"], *result["sampled"].values()):
         assert list(methods) == ["none", "lookup", *(name for kind in hydra.KINDS for name in
                                                      (kind, f"{kind} trim"))]

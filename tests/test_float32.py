@@ -1,15 +1,15 @@
 """
 Float32, end to end, on a trained model: equal, or differing first at a near-tie.
 
-Two scores closer than bench.NEAR_TIE may change places, since a row computed among others differs
+Two scores closer than measure.NEAR_TIE may change places, since a row computed among others differs
 in its last bits from the row alone. The difference of rows is measured here too, and has to lie
 far below.
 """
 import pytest
 import torch
 
-import bench
 import hydra
+import measure
 import model as m
 import tree as t
 from medusa import Lookup
@@ -36,8 +36,8 @@ def test_equal_or_a_near_tie(trained, temperature, top_k, top_p):
             for size in ("chain", "16"):
                 tree = hydra.make_tree(size, drafter, temperature, "cpu")
                 ids = t.generate(model, prompt, drafter, tree, 60, choose=choose)["ids"]
-                gap = bench.tie_gap(model, prompt, naive, ids, choose)
-                assert gap is None or gap < bench.NEAR_TIE, f"{name}: scores differ by {gap}"
+                gap = measure.tie_gap(model, prompt, naive, ids, choose)
+                assert gap is None or gap < measure.NEAR_TIE, f"{name}: scores differ by {gap}"
 
 
 def test_rows_differ_far_less_than_the_bound(trained):
@@ -55,7 +55,7 @@ def test_rows_differ_far_less_than_the_bound(trained):
                 path.insert(0, tree.parent[path[0]])
             alone = model.lm_head(model(torch.tensor([prompt + tokens[path].tolist()]))[0, -1])
             worst = max(worst, float((rows[node] - alone).abs().max()))
-    assert 0 < worst < bench.NEAR_TIE / 20, f"rows differ by {worst}"
+    assert 0 < worst < measure.NEAR_TIE / 20, f"rows differ by {worst}"
 
 
 def test_control_a_planted_fault_is_no_near_tie(trained, monkeypatch):
@@ -67,5 +67,5 @@ def test_control_a_planted_fault_is_no_near_tie(trained, monkeypatch):
         monkeypatch.setattr(tree, "depths", torch.arange(tree.size))
         naive = m.naive_generate(model, prompt, 60)
         ids = t.generate(model, prompt, drafters["hydra"], tree, 60)["ids"]
-        gaps.append(bench.tie_gap(model, prompt, naive, ids, m.Sampler()))
-    assert any(gap is not None and gap >= bench.NEAR_TIE for gap in gaps), gaps
+        gaps.append(measure.tie_gap(model, prompt, naive, ids, m.Sampler()))
+    assert any(gap is not None and gap >= measure.NEAR_TIE for gap in gaps), gaps
