@@ -213,7 +213,7 @@ def sweep_heads(model, tokenizer, prompts, args):
             heads = Heads(model, **options).to(args.device)
             train_heads(model, {"x": heads}, *text, task, Progress(key, seconds) if same == "time"
                         else Steps(key, steps))
-            heads.eval().requires_grad_(False).ready()
+            heads.ready()
             rows[key] = {"bound": bound} | measure_heads(heads, counting, prompts, tokenizer, args)
             save_file(path, rows)
         print(f"{key:36}" + "".join(f"{what} {value:.2f}  " for what, value in rows[key].items()

@@ -21,7 +21,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from medusa import Lookup, Medusa, typical_walk, zero
-from model import Block, KVCache, Sampler, UserError, additive, load_file, save_file, unpack
+from model import (GPT, Block, GPTConfig, KVCache, Sampler, UserError, additive, load_file,
+                   ready, save_file)
 from tokenizer import Tokenizer
 from tree import Dynamic, Tree, chain, check_tree, generate, parse_paths, picture, walk
 from vocabtrim import trim_for
@@ -73,8 +74,7 @@ class Hydra(Medusa):
         model's hidden states takes the place of h, so that the heads see more of the text.
 
         h (B, T, C): whole texts; or (1, a, C): the rows from `position` on, those before being in
-        the layer's own KV cache. Rows of accepted tokens only: what is rejected never comes here.
-        """
+        the layer's own KV cache. Rows of accepted tokens only: no rejected one ever comes here."""
         if self.prefix is None:
             return h
         begin, a = position or 0, h.shape[1]
@@ -91,8 +91,10 @@ class Hydra(Medusa):
     def ready(self):
         """The embeddings are frozen, so each token's product can be looked up: an exact identity
         that trades 4 K (K + 1) V C bytes of memory for the reading of `path`."""
+        super().ready()
         with torch.no_grad():
             self.tables = [path(self.base.wte.weight) for path in self.path]
+        return self
 
 
 KINDS = {"medusa": Medusa, "hydra": Hydra, "hydra++": partial(
@@ -118,19 +120,24 @@ def save_heads(out, kind, heads, trees, tokenizer):
 
 
 def load_base(out, device="cpu"):
-    """The base model, its tokenizer and the standard prompts (lists of ids) from the folder
-    `out`."""
+    """The base model ready to decode, its tokenizer and the standard prompts from folder `out`."""
     path = Path(out) / "base.pt"
     content = load_file(path, device)
-    model = unpack(content, path, device)
     try:
+        model = GPT(GPTConfig(**content["config"]))
+        model.load_state_dict(content["model"])
         tokenizer, prompts = Tokenizer(content["merges"].tolist()), content["prompts"]
-    except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} holds no whole tokenizer ({error}): train again") from None
+    except (LookupError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+        raise misfit(path, error) from None
     if tokenizer.vocab_size != model.config.vocab_size:
         raise UserError(f"{path} holds a model of {model.config.vocab_size} ids and a tokenizer of "
                         f"{tokenizer.vocab_size}: train again")
-    return model, tokenizer, prompts
+    return ready(model.to(device)), tokenizer, prompts
+
+
+def misfit(path, error):
+    reason = " ".join(str(error).split())
+    return UserError(f"{path} doesn't fit this program ({reason}): train again")
 
 
 def load_heads(out, kind, model, tokenizer, device="cpu"):
@@ -143,16 +150,10 @@ def load_heads(out, kind, model, tokenizer, device="cpu"):
         heads.trees, heads.counts = content["trees"], dict(content["counts"])
         bound_to = content["tokenizer"], content["base"]
     except (KeyError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} doesn't fit this program ({reason}): train again") from None
+        raise misfit(path, error) from None
     if bound_to != (tokenizer.hash, fingerprint(model)):
         raise UserError(f"{path} was trained for another base model: train again")
-    heads.to(device).eval().requires_grad_(False)
-    heads.ready()
-    return heads
-
-
-# the manners that all commands share
+    return heads.to(device).ready()
 
 
 class Parser(argparse.ArgumentParser):
@@ -205,9 +206,6 @@ def make_folder(out):
         (Path(out) / "try.pt").unlink()
     except (OSError, RuntimeError) as error:
         raise UserError(f"--out {out} can't be written: {error}") from None
-
-
-# this command
 
 
 def make_tree(text, drafter, temperature, device):
@@ -284,8 +282,8 @@ def traced(accept, tokenizer, colour):
         path = accept(tree, tokens, choice, *rest)
         print(file=sys.stderr)
         for line in picture(tree, [repr(tokenizer.decode([t])) for t in tokens], path).split("\n"):
-            line = f"\33[3{2 if line[0] == '>' else 1}m{line}\33[0m" if colour else line
-            print(line, file=sys.stderr)
+            ink = f"\33[3{2 if line[0] == '>' else 1}m" * colour
+            print(ink + line + "\33[0m" * colour, file=sys.stderr)
         return path
     return show
 

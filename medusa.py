@@ -9,6 +9,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from model import linear, ready
+
 
 class Lookup:
     """The drafter that needs no training: what followed the last time these tokens stood here.
@@ -111,14 +113,14 @@ class Medusa(nn.Module):
         x = self.blocks[depth](skip + F.silu(inside))
         if self.keep is None:
             return self.lm_head(depth)(x)
-        rows = [self.trimmed[depth]] + [self.lm_head(depth).weight[extra]] * (extra is not None)
-        return torch.cat([F.linear(x, W) for W in rows], -1)
+        kept, all_rows = linear(*self.trimmed[depth], None, x), self.lm_head(depth).weight
+        return kept if extra is None else torch.cat((kept, F.linear(x, all_rows[extra])), -1)
 
     def lm_head(self, depth):
         return self.lm_heads[depth] if self.lm_heads else self.base.lm_head
 
     def ready(self):
-        """Called once the weights are final, before drafting."""
+        return ready(self)
 
     # teacher-forced: all positions of a text at once
 
@@ -152,8 +154,7 @@ class Medusa(nn.Module):
     def ranks(self, h, tokens, noise=None):
         """The rank that each head gave to the true token, (B, T - 1 - K, K): trees are counted so.
 
-        noise (B, T, V): temperature * g for the choice of the token at each position, or None.
-        """
+        noise (B, T, V): temperature * g for the choice of the token at each position, or None."""
         ranks = []
         for i, scores in enumerate(self.guesses(h, tokens)):
             scores = scores if noise is None else scores + noise[:, 2 + i:]
@@ -168,8 +169,7 @@ def typical_walk(tree, tokens, choice, logits, choose, epsilon=0.09, delta=0.3):
 
     A draft x passes where p(x) > min(epsilon, delta exp(-H(p))), p being the base model's
     distribution at its parent after temperature and filters. -> the deepest passing path, ties to
-    the lower ranks.
-    """
+    the lower ranks."""
     p = choose.law(logits)
     bar = (delta * torch.exp(torch.special.xlogy(p, p).sum(-1))).clamp(max=epsilon).tolist()
     paths = {0: [0]}

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from hydra import (KINDS, Parser, number, command, load_base, make_folder, pick_device,
                    save_heads)
-from model import GPT, GPTConfig, Sampler, UserError, save_file
+from model import GPT, GPTConfig, Sampler, UserError, ready, save_file
 from tokenizer import Tokenizer, count_pretokens, standard_prompts, train_bpe
 from tree import Tree, generate
 from vocabtrim import (best_size, count_ids, count_paths, some_ids, step_cost, trim, trim_for,
@@ -124,6 +124,7 @@ def windows(ids, batch, length, generator):
 def fit(progress, module, draw, loss_of, peak):
     """AdamW until all is done; draw(how much is) -> tensors, the tokens first; loss_of(*tensors) ->
     (loss, text)."""
+    torch.set_float32_matmul_precision("medium")  # lets it take oneDNN: up to twice as fast
     groups = {"matrices": [], "embedding": [], "others": []}
     for key, p in module.named_parameters():
         groups["others" if p.dim() < 2 else "embedding" if "wte" in key else "matrices"].append(p)
@@ -145,6 +146,7 @@ def fit(progress, module, draw, loss_of, peak):
         step += 1
         speed = step * x[0].numel() / (time.monotonic() - progress.begin)
         progress.show(f"step {step}, {text}, {speed:.0f} tokens/s")
+    torch.set_float32_matmul_precision("highest")
     progress.show(f"step {step}, {text}", last=True)
 
 
@@ -334,10 +336,9 @@ def main():
             "config": asdict(model.config), "model": model.state_dict(), "prompts": prompts,
             "merges": torch.tensor(tokenizer.merges),
             "counts": count_ids(ids, tokenizer.vocab_size)})
-    model.eval().requires_grad_(False)
+    ready(model)
     loss, size = held_out_loss(model, last), sum(map(len, held))
-    print(f"held-out loss: {loss:.3f} nats a token, "
-          f"{loss * len(last) / size:.3f} nats a character")
+    print(f"held-out loss: {loss:.3f} nats a token, {loss * len(last) / size:.3f} a character")
     prompts = prompts or [counting[:args.block_size // 4].tolist()]
     text = generate(model, prompts[0], limit=64, stop=tokenizer.stop)["ids"]
     print(f"sample, after a held-out prompt:\n{tokenizer.decode(prompts[0])}\u2502"
@@ -347,7 +348,6 @@ def main():
     train_heads(model, heads, written.flatten(0, 1), hidden.flatten(0, 1), args,
                 Progress("heads", args.heads_seconds))
     for h in heads.values():
-        h.eval().requires_grad_(False)
         h.ready()
         h.counts = {t: count_ids(written[i::len(TEMPERATURES)], tokenizer.vocab_size)
                     for i, t in enumerate(TEMPERATURES)}  # for VocabTrim

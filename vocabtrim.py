@@ -23,7 +23,7 @@ from collections import Counter
 
 import torch
 
-from model import KVCache, UserError
+from model import KVCache, UserError, pack
 from tree import Tree, generate
 
 
@@ -55,9 +55,9 @@ def trim(heads, keep, lucky=0):
     if not ids or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= V:
         raise ValueError(f"kept ids must be distinct and in 0..{V - 1}")
     heads.keep, heads.lucky = keep, min(lucky, V - len(keep)) if keep is not None else 0
-    heads.trimmed = None if keep is None else [
-        heads.lm_head(i).weight[keep].contiguous() for i in range(heads.max_depth)
-    ] if heads.lm_heads else [heads.base.lm_head.weight[keep].contiguous()] * heads.max_depth
+    rows = [] if keep is None else [head.weight[keep] for head in heads.lm_heads or [
+        heads.base.lm_head]]
+    heads.trimmed = [(W, pack(W)) for W in rows] * (1 if heads.lm_heads else heads.max_depth)
 
 
 def trim_for(heads, text, temperature):
