@@ -187,12 +187,13 @@ def own_text(model, ids, args):
     from the corpus, the rest what the base model writes then, at each temperature in turn."""
     generator, written = torch.Generator().manual_seed(args.seed + 1), []
     progress, P = Progress("own text", args.text_seconds), args.block_size // 8
-    while progress.done() < 1 or len(written) < len(TEMPERATURES):
+    while len(written) < (18 if progress.done() < 1 else 3):  # 18: hidden states of a gigabyte
         temperature = TEMPERATURES[len(written) % len(TEMPERATURES)]
         begin = windows(ids, args.text_rows, P, generator)
         written.append(write_text(model, begin, args.block_size - P, temperature,
                                   args.seed + len(written), keep_noise=False)[:2])
-        progress.show(f"{len(begin) * len(written)} texts", last=progress.done() == 1)
+        progress.show(f"{len(begin) * len(written)} texts",
+                      last=progress.done() == 1 or len(written) == 18)
     return [torch.stack(part) for part in zip(*written)]
 
 
@@ -348,8 +349,7 @@ def main():
     train_heads(model, heads, written.flatten(0, 1), hidden.flatten(0, 1), args,
                 Progress("heads", args.heads_seconds))
     for h in heads.values():
-        h.ready()
-        h.counts = {t: count_ids(written[i::len(TEMPERATURES)], tokenizer.vocab_size)
+        h.ready().counts = {t: count_ids(written[i::len(TEMPERATURES)], tokenizer.vocab_size)
                     for i, t in enumerate(TEMPERATURES)}  # for VocabTrim
     trees = count_trees(model, heads, counting, prompts, args)
     for kind, h in heads.items():
