@@ -10,11 +10,10 @@ How is said in `measure.py`. The last line of each is one JSON object.
 """
 import argparse
 import copy
+import importlib.util
 import json
 import platform
 import statistics
-import sys
-import time
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -23,14 +22,15 @@ import torch
 
 from hydra import (KINDS, Hydra, Parser, command, counted_at, fingerprint, load_base, load_heads,
                    make_tree, number, pick_device)
-from measure import (bars, cached_loop, draft_seconds, measure, plot, quartiles, repetition,
-                     roofline, rows_cost, show, show_steps, split, summary)
+from measure import (bars, cached_loop, compile_forward, draft_seconds, measure, plot, quartiles,
+                     repetition, roofline, rows_cost, show, show_steps, split, summary)
 from medusa import Lookup, Medusa
 from model import Sampler, UserError, load_file, save_file
 from train import Progress, hold_out, own_text, read_corpus, train_heads, windows
 from tree import Dynamic, Tree, generate, walk
 from vocabtrim import (best_size, count_ids, count_paths, coverage, drafting_weights,
                        most_frequent, step_cost, trim, trim_for, write_text)
+
 
 def compare(model, tokenizer, prompts, args):
     """Every method at every temperature -> the JSON object."""
@@ -180,7 +180,7 @@ def sweep_trim(model, tokenizer, prompts, args):
     return tables
 
 
-TEACHER = {"objective": "teacher"}
+QUICK, TEACHER = (4, 30), {"objective": "teacher"}
 ROWS = {"medusa": (Medusa, {}), "hydra": (Hydra, {}), "+ teacher": (Hydra, TEACHER),
         "+ 4 blocks": (Hydra, TEACHER | {"n_block": 4}),
         "+ prefix, hydra++": (Hydra, TEACHER | {"n_block": 4, "prefix": True}),
@@ -198,7 +198,7 @@ class Steps(Progress):  # by their number, not by the clock
 def sweep_heads(model, tokenizer, prompts, args):
     """From Medusa to Hydra++, each row trained for the same time and for the same tokens. What is
     done stays in out/ablation.pt."""
-    path, seconds, steps = Path(args.out) / "ablation.pt", *((4, 30) if args.quick else (100, 500))
+    path, (seconds, steps) = Path(args.out) / "ablation.pt", QUICK if args.quick else (100, 500)
     rows, bound = load_file(path) if path.exists() else {}, fingerprint(model)
     ids = tokenizer.encode_all(hold_out(read_corpus(args.data))[0])
     ids, T = torch.tensor(ids, device=args.device), model.config.block_size
@@ -222,23 +222,25 @@ def sweep_heads(model, tokenizer, prompts, args):
 
 
 def measure_heads(heads, counting, prompts, tokenizer, args):
-    """Tokens per step with 16 nodes, at temperatures 0 and 1; the size that pays at 0 and its
-    speed; millions of weights that a draft pass reads; milliseconds of drafting."""
+    """Tokens per step with 16 nodes, greedy and at temperature 1; greedily also with the number of
+    nodes that pays, and the speed there; millions of weights that a level reads on average;
+    milliseconds of drafting 16 nodes."""
     row, model, depth = {}, heads.base, heads.max_depth
     for temperature, (tokens, h, noise) in counting.items():
         ranks = heads.ranks(h, tokens, noise)[:, model.config.block_size // 4 - 1:].flatten(0, 1)
         counted, choose = count_paths(ranks.tolist()), Sampler(temperature)
-        nodes = best_size(counted, len(ranks), step_cost(model, heads, counted, prompts[:2],
-                                                              choose))[0]
+        auto = 16 if temperature else best_size(counted, len(ranks), step_cost(
+            model, heads, counted, prompts[:2], choose))[0]
         methods = {n: (heads, Tree([p for p, _ in counted[:n - 1]], args.device))
-                   for n in (1, 16, nodes)}
+                   for n in (1, 16, auto)}
         runs = measure(model, tokenizer, prompts, methods, args.limit, choose)
-        for n, what in ((16, "16 nodes"), (nodes, f"auto {nodes}")):
-            got = summary(model, prompts, runs[1], runs[n], *methods[n], choose)
-            what = f"T={temperature:.0f}, {what}"
-            row |= {what: got["tokens_per_step"], what + ", speed": got["speedup"]}
-    return row | {"M weights a pass": drafting_weights(heads, depth) / depth / 1e6,
-                  "draft ms": 1e3 * draft_seconds(heads, methods[16][1], choose)}
+        got = {n: summary(model, prompts, runs[1], runs[n], *methods[n], choose) for n in methods}
+        row[f"T={temperature:.0f}"] = got[16]["tokens_per_step"]
+        if not temperature:
+            row |= {"auto": auto, "auto tokens": got[auto]["tokens_per_step"],
+                    "auto speed": got[auto]["speedup"],
+                    "draft ms": 1e3 * draft_seconds(heads, methods[16][1], choose)}
+    return row | {"M weights": drafting_weights(heads, depth) / depth / 1e6}
 
 
 COMMANDS = {"compare": compare, "tree": sweep_tree, "trim": sweep_trim, "heads": sweep_heads}
@@ -255,13 +257,16 @@ def main():
     parser.add_argument("--tree", default="auto", help="as in hydra.py")
     parser.add_argument("--data", help="for `heads`: what train.py was given")
     parser.add_argument("--plot", metavar="FILE", help="draw the comparison (needs matplotlib)")
-    parser.add_argument("--compile", action="store_true", help="let torch.compile make the base "
-                        "model's step")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the base model")
     args = parser.parse_args()
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise UserError("--plot needs matplotlib, which isn't installed")
     args.device, args.limit = pick_device(args.device), 48 if args.quick else 128
     args.prompts = args.prompts or (6 if args.quick else 40 if args.what == "compare" else 20)
     model, tokenizer, prompts = load_base(args.out, args.device)
     prompts = prompts[:args.prompts]
+    if args.compile:
+        compile_forward(model)
     if len(prompts) < (least := 4 if args.what == "trim" else 2):
         raise UserError(f"{len(prompts)} standard prompts are too few, {least} are needed: ask for "
                         "more, or train on more text")

@@ -105,6 +105,19 @@ def summary(model, prompts, plain, runs, drafter, tree, choose):
             "trim": 0 if getattr(drafter, "keep", None) is None else len(drafter.keep)}
 
 
+def compile_forward(model):
+    """Let torch.compile make the model's forward, or say in one sentence why it can't."""
+    eager = model.forward
+    try:
+        model.forward = torch.compile(eager)
+        with torch.inference_mode():
+            model(torch.zeros(1, 2, dtype=torch.long, device=model.wte.weight.device))
+    except Exception as error:  # no compiler, no headers, a processor it doesn't know, ...
+        model.forward = eager
+        print(f"--compile: torch.compile doesn't work here ({type(error).__name__}), going on "
+              "without it", file=sys.stderr)
+
+
 # where the time goes
 
 

@@ -160,8 +160,7 @@ def next_token_loss(model, tokens):
 def held_out_loss(model, ids, tokens=60_000):
     """Nats per token over some 60,000 held-out ones, in windows of half the context."""
     T = model.config.block_size // 2
-    rows = ids[:len(ids) // (T + 1) * (T + 1)].view(-1, T + 1)
-    rows = rows[::max(1, len(ids) // tokens)]
+    rows = ids[:len(ids) // (T + 1) * (T + 1)].view(-1, T + 1)[::max(1, len(ids) // tokens)]
     losses = [next_token_loss(model, x) * len(x) for x in rows.split(16)]
     return float(sum(losses) / len(rows))
 
@@ -225,12 +224,12 @@ def train_heads(model, heads, texts, hidden, args, progress):
         trim(set_of_heads, None)
 
 
-def count_trees(model, heads, ids, prompts, args):
+def count_trees(model, heads, ids, args):
     """{kind: {temperature: counted paths, the size and the number of kept ids that pay}}, from text
     that the base model writes after `ids`, which neither it nor the heads have seen."""
-    P, new, rows = args.block_size // 4, args.block_size // 2, 16  # as the standard prompts
+    P, new, rows = args.block_size // 4, args.block_size // 2, min(64, args.calibration)
     generator = torch.Generator().manual_seed(args.seed + 3)
-    trees, cost, timed = {kind: {} for kind in heads}, {}, prompts[:args.calibration // rows]
+    trees, cost, timed = {kind: {} for kind in heads}, {}, windows(ids, 6, P, generator).tolist()
     for temperature in TEMPERATURES:
         ranks, choose = {kind: [] for kind in heads}, Sampler(temperature)
         for part in range(args.calibration // rows):
@@ -242,15 +241,16 @@ def count_trees(model, heads, ids, prompts, args):
             ways = [(0, 1, "1 node: on this machine plain decoding is faster")]
             for k in (h.vocab_size // 8, h.vocab_size // 4, 0):
                 trim_for(h, k, temperature)
-                if (kind, k, temperature > 0) not in cost:
-                    cost[kind, k, temperature > 0] = step_cost(model, h, counted, timed[:2], choose)
-                nodes, why = best_size(counted, total, cost[kind, k, temperature > 0])
-                ways.append((k, nodes, f"{why}, drafting from {k or 'all'} ids"))
+                if (key := (kind, k, temperature > 0)) not in cost:
+                    cost[key] = step_cost(model, h, counted, timed[:4], choose)
+                best = best_size(counted, total, cost[key])
+                for n, why in (best, best_size(counted, total, cost[key], max(1, best[0] // 2))):
+                    ways.append((k, n, f"{why}, drafting from {k or 'all'} ids"))
             took = dict.fromkeys(ways, 0)
             for prompt, way in product(timed, ways):  # the same text: the clock decides
                 trim_for(h, way[0], temperature)
                 tree = Tree([path for path, _ in counted[:way[1] - 1]], args.device)
-                took[way] += generate(model, prompt, h, tree, 64, choose=choose)["seconds"]
+                took[way] += generate(model, prompt, h, tree, 48, choose=choose)["seconds"]
             trim(h, None)
             k, nodes, why = min(ways, key=took.get)
             print(f"{kind} at temperature {temperature}: {why}", flush=True)
@@ -264,8 +264,8 @@ def count_trees(model, heads, ids, prompts, args):
 
 SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2,
          "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 390,
-         "text_seconds": 75, "text_rows": 256, "heads_batch": 2, "heads_seconds": 290, "seed": 0,
-         "calibration": 64}
+         "text_seconds": 45, "text_rows": 256, "heads_batch": 2, "heads_seconds": 300, "seed": 0,
+         "calibration": 128}
 QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 25,
          "text_seconds": 5, "text_rows": 64, "heads_seconds": 18, "calibration": 16}
 
@@ -350,8 +350,8 @@ def main():
                 Progress("heads", args.heads_seconds))
     for h in heads.values():
         h.ready().counts = {t: count_ids(written[i::len(TEMPERATURES)], tokenizer.vocab_size)
-                    for i, t in enumerate(TEMPERATURES)}  # for VocabTrim
-    trees = count_trees(model, heads, counting, prompts, args)
+                            for i, t in enumerate(TEMPERATURES)}  # for VocabTrim
+    trees = count_trees(model, heads, counting, args)
     for kind, h in heads.items():
         save_heads(args.out, kind, h, trees[kind], tokenizer)
 

@@ -95,7 +95,6 @@ def drafting_weights(heads, depth):
 def some_ids(teacher, tokens, generator):
     """Sampled softmax (Jean et al. 2015): a few ids stand for the vocabulary, right on average ->
     ids (k,), what to add to their logits (k,), k twice the number of tokens (B, T).
-
     One half are the tokens, then the ids that the teacher (B, T, V) thinks likeliest here; the
     other half is drawn from the rest, and each weighs as much as those it stands for."""
     weight, k = teacher.sum((0, 1)), min(teacher.shape[-1], 2 * tokens.numel())
@@ -173,8 +172,9 @@ def step_cost(model, drafter, counted, prompts, choose, sizes=(1, 2, 4, 6, 8, 12
     return {n: statistics.median(s) for n, s in seconds.items()}
 
 
-def best_size(counted, total, cost):
-    """The number of nodes that gives the most tokens per second -> (it, a sentence: why)."""
-    n = max(cost, key=lambda n: expected_tokens(counted, total, n) / cost[n])
+def best_size(counted, total, cost, most=math.inf):
+    """The number of nodes, `most` or fewer, that gives the most tokens per second -> (it, why)."""
+    n = max((n for n in cost if n <= most),
+            key=lambda n: expected_tokens(counted, total, n) / cost[n])
     return n, (f"{n} nodes: {expected_tokens(counted, total, n):.2f} tokens a step at "
                f"{cost[n] / cost[1]:.2f}x the time of a plain step")

@@ -1,5 +1,6 @@
 """The commands as a user meets them: what they print, and what they say to mistakes."""
 import ast
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from helpers import ROOT, run
 
 import bench
 import hydra
+import measure
 import train
 
 BUDGET = dict(model=260, tokenizer=160, tree=330, medusa=180, hydra=340, vocabtrim=180, train=360,
@@ -248,6 +250,11 @@ def test_bench_prints_its_table_and_one_json_object(out, monkeypatch, capsys):
         for name, row in methods.items():
             assert row["identical"] and (name != "none" or row["tokens_per_step"] == 1)
             assert row["mbsu"] <= row["tokens_per_step"]
+            counts = row["accepted_drafts"]
+            assert sum((m + 1) * n for m, n in enumerate(counts)) / sum(counts) == pytest.approx(
+                row["tokens_per_step"])
+            assert row["ms"]["base"] > 0 and (row["ms"]["draft"] > 0) == (row["tree_nodes"] > 1)
+    assert 0 < result["roofline"] and 0.5 < result["against_hand_written"] < 2
     assert run(monkeypatch, bench, "tree", "--quick", "--out", out, "--prompts", "2") == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result) == set(hydra.KINDS) and set(result["hydra"]) == {"0.0", "0.8"}
@@ -256,6 +263,44 @@ def test_bench_prints_its_table_and_one_json_object(out, monkeypatch, capsys):
     assert "2 standard prompts are too few, 4 are needed" in sentence(capsys)
     assert run(monkeypatch, bench, "--out", out, "--tree", "[[9999]]") == 2
     assert "path [9999]" in sentence(capsys)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run(monkeypatch, bench, "--out", out, "--plot", "x.png") == 2
+    assert "matplotlib, which isn't installed" in sentence(capsys)
+
+
+def test_bench_heads_can_be_resumed(out, tmp_path, monkeypatch, capsys):
+    """Two rows of the table; what is done isn't done again, unless the base model is another."""
+    (tmp_path / "base.pt").write_bytes((out / "base.pt").read_bytes())
+    monkeypatch.setattr(bench, "ROWS", {name: bench.ROWS[name] for name in ("medusa", "hydra")})
+    monkeypatch.setattr(bench, "QUICK", (0.5, 4))
+    call = (monkeypatch, bench, "heads", "--quick", "--out", tmp_path, "--prompts", "2", "--data",
+            out.parent / "data.txt")
+    assert run(*call) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [key.split(" same")[0].strip() for key in first] == 2 * ["medusa"] + 2 * ["hydra"]
+    trained = []
+    monkeypatch.setattr(bench, "train_heads", lambda *args: trained.append(args))
+    assert run(*call) == 0 and not trained
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == first
+    torch.save({key: {**row, "bound": "0"} for key, row in first.items()},
+               tmp_path / "ablation.pt")
+    assert run(*call) == 0 and len(trained) == 4
+
+
+def test_compiling_works_or_says_why_not(out, monkeypatch, capsys):
+    model, *_ = hydra.load_base(out)
+    tokens, eager = torch.tensor([[1, 2, 3]]), model.forward
+    before = model(tokens)
+
+    def broken(function):
+        raise RuntimeError("no compiler")
+    monkeypatch.setattr(torch, "compile", broken)
+    measure.compile_forward(model)
+    assert "torch.compile doesn't work here (RuntimeError)" in sentence(capsys)
+    assert torch.equal(model(tokens), before)
+    monkeypatch.setattr(torch, "compile", lambda function: lambda *args: eager(*args) + 1)
+    measure.compile_forward(model)
+    assert torch.equal(model(tokens), before + 1)
 
 
 def test_the_house_stays_small():
