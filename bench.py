@@ -112,7 +112,7 @@ def sweep_tree(model, tokenizer, prompts, args):
         results = measure(model, tokenizer, prompts, methods, args.limit, choose)
         for name, runs in results.items():
             row = summary(model, prompts, results["1"], runs, *methods[name], choose)
-            row["expected"] = 1 + sum(
+            row["expected"] = None if name in dynamic else 1 + sum(
                 count for path, count in zip(counted["paths"], counted["counts"])
                 if tuple(path) in methods[name][1].paths) / counted["total"]
             table[name] = row | {"cost": row["step_ms"] / table.get("1", row)["step_ms"]}
@@ -198,7 +198,7 @@ class Steps(Progress):  # by their number, not by the clock
 def sweep_heads(model, tokenizer, prompts, args):
     """From Medusa to Hydra++, each row trained for the same time and for the same tokens. What is
     done stays in out/ablation.pt."""
-    path, (seconds, steps) = Path(args.out) / "ablation.pt", QUICK if args.quick else (100, 500)
+    path, (seconds, steps) = Path(args.out) / "ablation.pt", QUICK if args.quick else (60, 300)
     rows, bound = load_file(path) if path.exists() else {}, fingerprint(model)
     ids = tokenizer.encode_all(hold_out(read_corpus(args.data))[0])
     ids, T = torch.tensor(ids, device=args.device), model.config.block_size
@@ -243,6 +243,18 @@ def measure_heads(heads, counting, prompts, tokenizer, args):
     return row | {"M weights": drafting_weights(heads, depth) / depth / 1e6}
 
 
+def check_plot(path):
+    """UserError where no picture can be drawn, before minutes are spent on measuring."""
+    if not importlib.util.find_spec("matplotlib"):
+        raise UserError("--plot needs matplotlib, which isn't installed")
+    if Path(path).suffix not in (".png", ".pdf", ".svg"):
+        raise UserError(f"--plot {path}: the name has to end in .png, .pdf or .svg")
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise UserError(f"--plot {path} can't be written: {error.strerror}") from None
+
+
 COMMANDS = {"compare": compare, "tree": sweep_tree, "trim": sweep_trim, "heads": sweep_heads}
 
 
@@ -259,8 +271,8 @@ def main():
     parser.add_argument("--plot", metavar="FILE", help="draw the comparison (needs matplotlib)")
     parser.add_argument("--compile", action="store_true", help="torch.compile the base model")
     args = parser.parse_args()
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise UserError("--plot needs matplotlib, which isn't installed")
+    if args.plot:
+        check_plot(args.plot)
     args.device, args.limit = pick_device(args.device), 48 if args.quick else 128
     args.prompts = args.prompts or (6 if args.quick else 40 if args.what == "compare" else 20)
     model, tokenizer, prompts = load_base(args.out, args.device)

@@ -236,10 +236,12 @@ def show(title, table, columns):
     width = {heading: max(9, len(heading) + 2) for heading in columns}
     print(f"\n{title}\n{'':16}" + "".join(f"{h:>{w}}" for h, w in width.items())
           + "    speed  quartiles   identical")
+
+    def cell(value):
+        return "-" if value is None else f"{value}" if isinstance(value, int) else f"{value:.2f}"
     for name, row in table.items():
-        print(f"{name:16}" + "".join(
-            f"{row[field]:{width[h]}{'' if isinstance(row[field], int) else '.2f'}}"
-            for h, field in columns.items()), end="")
+        print(f"{name:16}" + "".join(f"{cell(row[field]):>{width[h]}}"
+                                     for h, field in columns.items()), end="")
         low, high = row["speedup_quartiles"]
         print(f"{row['speedup']:9.2f}  {low:.2f}..{high:.2f}  {str(row['identical']).lower()}"
               + (f", {row['near_ties']} near-ties" if row["near_ties"] else ""), flush=True)

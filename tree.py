@@ -162,18 +162,18 @@ def full(depth, width):
 
 
 def guesses(drafter, depth, state, choose, position):
-    """-> scores (rows, k) for the children of nodes at this depth, and the k ids they are of: with
-    the base model's `choose`, ranked with the very noise that will decide at their position, so
-    that a drafter that agrees with the model agrees with its dice too."""
+    """-> scores (rows, k) for the children of nodes at this depth, and the k ids they are of (None:
+    all). With the base model's `choose` they have the very noise that will decide at their
+    position, so that a drafter that agrees with the model agrees with its dice too."""
     keep, lucky = getattr(drafter, "keep", None), getattr(drafter, "lucky", 0)
     if keep is None or not (choose and lucky):
-        scores = drafter.logits(depth, state)
-        ids = torch.arange(scores.shape[-1], device=scores.device) if keep is None else keep
+        scores, ids = drafter.logits(depth, state), keep
     else:  # drafts of a trimmed vocabulary: whatever has much noise may win here as well
         noise = choose.gumbel(position + 1 + depth, state).index_fill(0, keep, -torch.inf)
         extra = noise.topk(lucky).indices
         scores, ids = drafter.logits(depth, state, extra), torch.cat((keep, extra))
-    return choose.scores(scores, [position + 1 + depth], PENALTY, ids) if choose else scores, ids
+    at = slice(None) if ids is None else ids
+    return choose.scores(scores, [position + 1 + depth], PENALTY, at) if choose else scores, ids
 
 
 PENALTY = 1e4  # what the filters block comes last in a drafter's ranking, but still in its order
@@ -191,7 +191,7 @@ def draft(drafter, tree, state, root, choose=None, position=0):
             break
         scores, ids = guesses(drafter, depth, state, choose, position)
         place, which, onward = tree.pick(depth, scores)
-        tokens.append(ids[which])
+        tokens.append(which if ids is None else ids[which])
         level = tokens[-1][onward]
         state = state if len(state) == 1 else state[place[onward]]  # a single row serves all
     return tree.filled(torch.cat(tokens))
@@ -248,14 +248,14 @@ def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choos
         if tree.size > 1:
             now, tokens = draft(drafter, tree, state, tokens, noise and choose, position)
         # subtle: a node's position is by depth, not by row: siblings share it, and its noise
-        h = model(tokens[None], cache, now.depths + position, now.mask)[0]
+        h = model(tokens[None], cache, now.depths + position if now.size > 1 else None, now.mask)[0]
         logits = model.lm_head(h)
         choice = choose(logits, [position + d + 1 for d in now.depth]).tolist()
         drafts = tokens.tolist()
         path = (accept or walk)(now, drafts, choice, logits, choose)
         cache.keep(path)
         new = [drafts[i] for i in path[1:]] + [choice[path[-1]]]
-        h, fed = h[path], tokens[path]  # drafting goes on from the accepted rows, never the last
+        h, fed = (h[path], tokens[path]) if now.size > 1 else (h, tokens)  # the accepted rows
 
 
 def check_call(model, prompt, drafter, tree, limit):

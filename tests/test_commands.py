@@ -16,7 +16,7 @@ import measure
 import train
 
 BUDGET = dict(model=260, tokenizer=160, tree=330, medusa=180, hydra=340, vocabtrim=180, train=360,
-              measure=280, bench=360)
+              measure=290, bench=360)
 ABSENT = "cuda" if torch.backends.mps.is_available() else "mps"
 TINY = ["--vocab-size", "300", "--n-layer", "1", "--n-embd", "32", "--n-inner", "32",
         "--block-size", "48", "--length", "24", "--base-seconds", "1", "--heads-seconds", "1",
@@ -266,6 +266,10 @@ def test_bench_prints_its_table_and_one_json_object(out, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run(monkeypatch, bench, "--out", out, "--plot", "x.png") == 2
     assert "matplotlib, which isn't installed" in sentence(capsys)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    for path, message in [("x.gif", "has to end in .png"), ("absent/x.png", "can't be written")]:
+        assert run(monkeypatch, bench, "--out", out, "--plot", path) == 2
+        assert message in sentence(capsys)
 
 
 def test_bench_heads_can_be_resumed(out, tmp_path, monkeypatch, capsys):
