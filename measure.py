@@ -278,5 +278,6 @@ def plot(tables, path):
             axes.set_xticks([j + 0.27 for j in range(len(table))], table, rotation=40, ha="right")
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_title(field.replace("_", " "))
-        axes.legend()
+        axes.margins(y=0.15)  # room for the legend
+        axes.legend(loc="upper center", ncols=3)
     figure.savefig(path)
