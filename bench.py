@@ -72,8 +72,9 @@ def machine(model, tokenizer, prompts, args):
     """What doesn't depend on drafts: the prompt's forward, what rows cost, how near plain decoding
     comes to what memory allows, and to a cached loop without any tree."""
     cost, (weights, bandwidth) = rows_cost(model, [1, 2, 4, 8, 16, 32, 64]), roofline(model)
-    call, pairs = (args.limit, tokenizer.stop), []
+    pairs = []
     for prompt in prompts:
+        call = min(args.limit, model.config.block_size - len(prompt)), tokenizer.stop
         run = generate(model, prompt, None, Tree(), *call)
         ids, seconds = cached_loop(model, prompt, *call)
         assert ids == run["ids"], "the yardstick is broken"

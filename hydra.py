@@ -156,6 +156,7 @@ def load_heads(out, kind, model, tokenizer, device="cpu"):
     return heads.to(device).ready()
 
 
+# from here on: the manners that all commands share
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
@@ -208,6 +209,7 @@ def make_folder(out):
         raise UserError(f"--out {out} can't be written: {error}") from None
 
 
+# from here on: this command
 def make_tree(text, drafter, temperature, device):
     """The tree that --tree asks for; without a drafter it is empty. UserError if it can't be."""
     if drafter is None:
@@ -282,8 +284,8 @@ def traced(accept, tokenizer, colour):
         path = accept(tree, tokens, choice, *rest)
         print(file=sys.stderr)
         for line in picture(tree, [repr(tokenizer.decode([t])) for t in tokens], path).split("\n"):
-            ink = f"\33[3{2 if line[0] == '>' else 1}m" * colour
-            print(ink + line + "\33[0m" * colour, file=sys.stderr)
+            line = f"\33[3{2 if line[0] == '>' else 1}m{line}\33[0m" if colour else line
+            print(line, file=sys.stderr)
         return path
     return show
 

@@ -105,19 +105,6 @@ def summary(model, prompts, plain, runs, drafter, tree, choose):
             "trim": 0 if getattr(drafter, "keep", None) is None else len(drafter.keep)}
 
 
-def compile_forward(model):
-    """Let torch.compile make the model's forward, or say in one sentence why it can't."""
-    eager = model.forward
-    try:
-        model.forward = torch.compile(eager)
-        with torch.inference_mode():
-            model(torch.zeros(1, 2, dtype=torch.long, device=model.wte.weight.device))
-    except Exception as error:  # no compiler, no headers, a processor it doesn't know, ...
-        model.forward = eager
-        print(f"--compile: torch.compile doesn't work here ({type(error).__name__}), going on "
-              "without it", file=sys.stderr)
-
-
 # where the time goes
 
 
@@ -153,13 +140,13 @@ def split(model, prompts, drafter, tree, limit, choose):
     timed = Timed(model, "base", seconds, "lm_head")
     drafting = drafter and Timed(drafter, "draft", seconds, "start", "extend", "logits")
     for prompt in prompts:
-        shown = []
+        came = []
 
-        def show(new):
-            if not shown:  # until now it was the prompt's own forward, which is no step
+        def note(new):
+            if not came:  # until now it was the prompt's own forward, which is no step
                 seconds.clear()
-            shown.append(new)
-        run = generate(timed, prompt, drafting, tree, limit, show=show, choose=choose)
+            came.append(new)
+        run = generate(timed, prompt, drafting, tree, limit, show=note, choose=choose)
         total.update(seconds)
         whole, steps = whole + run["seconds"], steps + run["steps"]
     parts = {name: 1e3 * total[name] / steps for name in ("base", "draft")}
@@ -224,8 +211,22 @@ def cached_loop(model, prompt, limit, stop=None):
         cache.keep(range(fed.shape[1]))
         fed = model.lm_head(h[:, -1:]).argmax(-1)
         ids.append(fed.item())
-        begin = time.perf_counter() if len(ids) == 1 else begin
+        if len(ids) == 1:
+            begin = time.perf_counter()
     return ids, time.perf_counter() - begin
+
+
+def compile_forward(model):
+    """Let torch.compile make the model's forward, or say in one sentence why it can't."""
+    eager = model.forward
+    try:
+        model.forward = torch.compile(eager)
+        with torch.inference_mode():
+            model(torch.zeros(1, 2, dtype=torch.long, device=model.wte.weight.device))
+    except Exception as error:  # no compiler, no headers, a processor it doesn't know, ...
+        model.forward = eager
+        print(f"--compile: torch.compile doesn't work here ({type(error).__name__}), going on "
+              "without it", file=sys.stderr)
 
 
 # for people

@@ -186,13 +186,13 @@ def own_text(model, ids, args):
     from the corpus, the rest what the base model writes then, at each temperature in turn."""
     generator, written = torch.Generator().manual_seed(args.seed + 1), []
     progress, P = Progress("own text", args.text_seconds), args.block_size // 8
-    while len(written) < (18 if progress.done() < 1 else 3):  # 18: hidden states of a gigabyte
+    while len(written) < (18 if progress.done() < 1 else 3):  # 18 hold hidden states of a gigabyte
         temperature = TEMPERATURES[len(written) % len(TEMPERATURES)]
         begin = windows(ids, args.text_rows, P, generator)
         written.append(write_text(model, begin, args.block_size - P, temperature,
                                   args.seed + len(written), keep_noise=False)[:2])
-        progress.show(f"{len(begin) * len(written)} texts",
-                      last=progress.done() == 1 or len(written) == 18)
+        progress.show(f"{len(begin) * len(written)} texts")
+    progress.show(f"{len(begin) * len(written)} texts", last=True)
     return [torch.stack(part) for part in zip(*written)]
 
 
