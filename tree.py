@@ -131,8 +131,7 @@ class Dynamic:
         if len(tokens) == 1:  # nothing was proposed
             return Tree(), tokens
         # subtle: a stable order puts a parent before a child that is just as likely
-        order = torch.cat(self.value).argsort(descending=True, stable=True)
-        order = order[:self.size].sort().values
+        order = torch.cat(self.value).argsort(descending=True, stable=True)[:self.size]
         number = {node: i for i, node in enumerate(order.tolist())}
         parents = torch.cat([x.to(order) for x in self.parent])[order].tolist()
         return Nodes([-1] + [number[up] for up in parents[1:]], tokens.device), tokens[order]
