@@ -22,14 +22,15 @@ import torch
 
 from hydra import (KINDS, Hydra, Parser, command, counted_at, fingerprint, load_base, load_heads,
                    make_tree, number, pick_device)
-from measure import (bars, cached_loop, compile_forward, draft_seconds, measure, plot, quartiles,
-                     repetition, roofline, rows_cost, show, show_steps, split, summary)
+from measure import (bars, best_size, cached_loop, compile_forward, draft_seconds, measure, plot,
+                     quartiles, repetition, roofline, rows_cost, show, show_steps, split, step_cost,
+                     summary)
 from medusa import Lookup, Medusa
 from model import Sampler, UserError, load_file, save_file
 from train import Progress, hold_out, own_text, read_corpus, train_heads, windows
 from tree import Dynamic, Tree, generate, walk
-from vocabtrim import (best_size, count_ids, count_paths, coverage, drafting_weights,
-                       most_frequent, step_cost, trim, trim_for, write_text)
+from vocabtrim import (count_ids, count_steps, coverage, drafting_weights, most_frequent, trim,
+                       trim_for, write_text)
 
 
 def compare(model, tokenizer, prompts, args):
@@ -228,9 +229,9 @@ def measure_heads(heads, counting, prompts, tokenizer, args):
     milliseconds of drafting 16 nodes."""
     row, model, depth = {}, heads.base, heads.max_depth
     for temperature, (tokens, h, noise) in counting.items():
-        ranks = heads.ranks(h, tokens, noise)[:, model.config.block_size // 4 - 1:].flatten(0, 1)
-        counted, choose = count_paths(ranks.tolist()), Sampler(temperature)
-        auto = 16 if temperature else best_size(counted, len(ranks), step_cost(
+        ranks = heads.ranks(h, tokens, noise)[:, model.config.block_size // 4 - 1:]
+        (counted, total), choose = count_steps(ranks.tolist()), Sampler(temperature)
+        auto = 16 if temperature else best_size(counted, total, step_cost(
             model, heads, counted, prompts[:2], choose))[0]
         methods = {n: (heads, Tree([p for p, _ in counted[:n - 1]], args.device))
                    for n in (1, 16, auto)}

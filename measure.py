@@ -5,16 +5,18 @@ Every method decodes a prompt before the next prompt begins, so whatever slows t
 while slows all. A speed-up is the median over prompts of (seconds of plain decoding / seconds of
 the method), without the prompt's own forward. Tokens per step = (new tokens - 1) / steps.
 """
+import math
 import statistics
 import sys
 import time
 from collections import Counter
+from itertools import product
 
 import torch
 
 from model import KVCache, Sampler
-from tree import draft, generate
-from vocabtrim import mbsu
+from tree import Tree, draft, generate
+from vocabtrim import expected_tokens, mbsu, trim_for
 
 NEAR_TIE = 1e-3  # two scores closer than this may change places in float32; rows differ by far less
 
@@ -103,6 +105,41 @@ def summary(model, prompts, plain, runs, drafter, tree, choose):
             "mbsu": mbsu(tokens / steps, drafter, tree.max_depth) if hasattr(
                 drafter, "base") else tokens / steps,
             "trim": 0 if getattr(drafter, "keep", None) is None else len(drafter.keep)}
+
+
+# the size that pays
+
+
+def step_cost(model, drafter, counted, prompts, choose, sizes=(1, 2, 4, 6, 8, 12, 16, 24)):
+    """{N: seconds of a step with N nodes, drafting included}, medians, the sizes interleaved."""
+    sizes = [n for n in sizes if n <= len(counted) + 1]
+    trees = [Tree([path for path, _ in counted[:n - 1]], model.wte.weight.device) for n in sizes]
+    seconds = {n: [] for n in sizes}
+    for prompt in prompts:
+        for n, tree in zip(sizes, trees):
+            run = generate(model, prompt, drafter, tree, 24, choose=choose)
+            seconds[n].append(run["seconds"] / run["steps"])
+    return {n: statistics.median(s) for n, s in seconds.items()}
+
+
+def best_size(counted, total, cost, most=math.inf):
+    """The number of nodes, `most` or fewer, that gives the most tokens per second -> (it, why)."""
+    tokens = {n: expected_tokens(counted, total, n) for n in cost if n <= most}
+    n = max(tokens, key=lambda n: tokens[n] / cost[n])
+    return n, (f"{n} node{'s' * (n > 1)}: {tokens[n]:.2f} tokens a step at "
+               f"{cost[n] / cost[1]:.2f}x the time of a plain step")
+
+
+def fastest(model, drafter, counted, ways, prompts, choose):
+    """A trial: of `ways` = [(kept ids, nodes, ...), ...], the first being plain decoding, the one
+    with the best median of paired ratios."""
+    seconds = {way: [] for way in ways}
+    for prompt, way in product(prompts, ways):
+        trim_for(drafter, way[0], choose.temperature)
+        tree = Tree([path for path, _ in counted[:way[1] - 1]], model.wte.weight.device)
+        seconds[way].append(generate(model, prompt, drafter, tree, 48, choose=choose)["seconds"])
+    return max(ways, key=lambda way: statistics.median(
+        plain / own for plain, own in zip(seconds[ways[0]], seconds[way])))
 
 
 # where the time goes

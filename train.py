@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import time
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -22,11 +21,11 @@ import torch.nn.functional as F
 
 from hydra import (KINDS, Parser, number, command, load_base, make_folder, pick_device,
                    save_heads)
+from measure import best_size, fastest, step_cost
 from model import GPT, GPTConfig, Sampler, UserError, ready, save_file
 from tokenizer import Tokenizer, count_pretokens, standard_prompts, train_bpe
-from tree import Tree, generate
-from vocabtrim import (best_size, count_ids, count_paths, some_ids, step_cost, trim, trim_for,
-                       write_text)
+from tree import generate
+from vocabtrim import count_ids, count_steps, some_ids, trim, trim_for, write_text
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "ensurepip",
         "lib2to3", "pydoc_data", "turtledemo", "__pycache__"}  # tests, tables, bundled
@@ -229,15 +228,15 @@ def count_trees(model, heads, ids, args):
     that the base model writes after `ids`, which neither it nor the heads have seen."""
     P, new, rows = args.block_size // 4, args.block_size // 2, min(64, args.calibration)
     generator = torch.Generator().manual_seed(args.seed + 3)
-    trees, cost, timed = {kind: {} for kind in heads}, {}, windows(ids, 6, P, generator).tolist()
+    trees, cost, timed = {kind: {} for kind in heads}, {}, windows(ids, 12, P, generator).tolist()
     for temperature in TEMPERATURES:
         ranks, choose = {kind: [] for kind in heads}, Sampler(temperature)
         for part in range(args.calibration // rows):
             text = write_text(model, windows(ids, rows, P, generator), new, temperature, part)
             for kind, h in heads.items():  # from the first root on that the model has written
-                ranks[kind] += h.ranks(text[1], text[0], text[2])[:, P - 1:].flatten(0, 1).tolist()
+                ranks[kind] += h.ranks(text[1], text[0], text[2])[:, P - 1:].tolist()
         for kind, h in heads.items():
-            counted, total = count_paths(ranks[kind]), len(ranks[kind])
+            counted, total = count_steps(ranks[kind])
             ways = [(0, 1, "1 node: on this machine plain decoding is faster")]
             for k in (h.vocab_size // 8, h.vocab_size // 4, 0):
                 trim_for(h, k, temperature)
@@ -246,13 +245,9 @@ def count_trees(model, heads, ids, args):
                 best = best_size(counted, total, cost[key])
                 for n, why in (best, best_size(counted, total, cost[key], max(1, best[0] // 2))):
                     ways.append((k, n, f"{why}, drafting from {k or 'all'} ids"))
-            took = dict.fromkeys(ways, 0)
-            for prompt, way in product(timed, ways):  # the same text: the clock decides
-                trim_for(h, way[0], temperature)
-                tree = Tree([path for path, _ in counted[:way[1] - 1]], args.device)
-                took[way] += generate(model, prompt, h, tree, 48, choose=choose)["seconds"]
+            # the same text, whatever the way: the clock decides
+            k, nodes, why = fastest(model, h, counted, list(dict.fromkeys(ways)), timed, choose)
             trim(h, None)
-            k, nodes, why = min(ways, key=took.get)
             print(f"{kind} at temperature {temperature}: {why}", flush=True)
             trees[kind][temperature] = {
                 "paths": [list(path) for path, _ in counted], "counts": [n for _, n in counted],
@@ -263,8 +258,8 @@ def count_trees(model, heads, ids, args):
 # the command
 
 SIZES = {"vocab_size": 4096, "block_size": 256, "n_layer": 4, "n_head": 4, "n_kv_head": 2,
-         "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 390,
-         "text_seconds": 45, "text_rows": 256, "heads_batch": 2, "heads_seconds": 300, "seed": 0,
+         "n_embd": 256, "n_inner": 704, "batch": 4, "length": 256, "base_seconds": 240,
+         "text_seconds": 70, "text_rows": 256, "heads_batch": 2, "heads_seconds": 425, "seed": 0,
          "calibration": 128}
 QUICK = {"vocab_size": 1024, "n_layer": 2, "n_embd": 128, "n_inner": 352, "base_seconds": 25,
          "text_seconds": 5, "text_rows": 64, "heads_seconds": 18, "calibration": 16}

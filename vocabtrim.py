@@ -17,14 +17,12 @@ reads it all, so the text can't change: what was trimmed away arrives as the mod
     0.941
 """
 import math
-import statistics
 import sys
 from collections import Counter
 
 import torch
 
 from model import KVCache, UserError, pack
-from tree import Tree, generate
 
 
 def count_ids(tokens, vocab_size):  # -> (V,)
@@ -155,26 +153,23 @@ def count_paths(ranks, most=300, widest=64):
     return sorted(counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))[:most]
 
 
+def count_steps(texts, nodes=16, rounds=4):
+    """count_paths over the positions where steps begin -> (counted paths, how many positions).
+
+    texts: of each text the ranks, a row a position. A step begins where the one before it ended, so
+    the tree decides which positions count, and these decide the tree. From all positions on: take
+    the best tree of so many nodes, let it walk the texts, count anew where its steps began."""
+    rows = [row for text in texts for row in text]
+    for _ in range(rounds):
+        tree, rows = {path for path, _ in count_paths(rows)[:nodes - 1]}, []
+        for text in texts:
+            at = 0
+            while at < len(text):
+                rows.append(text[at])
+                at += 1 + sum(tuple(text[at][:d]) in tree for d in range(1, len(text[at]) + 1))
+    return count_paths(rows), len(rows)
+
+
 def expected_tokens(counted, total, nodes):
-    """Tokens per step of the best tree of this many nodes, were all counted positions its roots."""
+    """Tokens per step of the best tree of this many nodes, if its steps begin where was counted."""
     return 1 + sum(count for _, count in counted[:nodes - 1]) / total
-
-
-def step_cost(model, drafter, counted, prompts, choose, sizes=(1, 2, 4, 6, 8, 12, 16, 24)):
-    """{N: seconds of a step with N nodes, drafting included}, medians, the sizes interleaved."""
-    sizes = [n for n in sizes if n <= len(counted) + 1]
-    trees = [Tree([path for path, _ in counted[:n - 1]], model.wte.weight.device) for n in sizes]
-    seconds = {n: [] for n in sizes}
-    for prompt in prompts:
-        for n, tree in zip(sizes, trees):
-            run = generate(model, prompt, drafter, tree, 24, choose=choose)
-            seconds[n].append(run["seconds"] / run["steps"])
-    return {n: statistics.median(s) for n, s in seconds.items()}
-
-
-def best_size(counted, total, cost, most=math.inf):
-    """The number of nodes, `most` or fewer, that gives the most tokens per second -> (it, why)."""
-    n = max((n for n in cost if n <= most),
-            key=lambda n: expected_tokens(counted, total, n) / cost[n])
-    return n, (f"{n} nodes: {expected_tokens(counted, total, n):.2f} tokens a step at "
-               f"{cost[n] / cost[1]:.2f}x the time of a plain step")

@@ -16,7 +16,7 @@ import measure
 import train
 
 BUDGET = dict(model=260, tokenizer=160, tree=330, medusa=180, hydra=340, vocabtrim=180, train=360,
-              measure=290, bench=360)
+              measure=330, bench=360)
 ABSENT = "cuda" if torch.backends.mps.is_available() else "mps"
 TINY = ["--vocab-size", "300", "--n-layer", "1", "--n-embd", "32", "--n-inner", "32",
         "--block-size", "48", "--length", "24", "--base-seconds", "1", "--heads-seconds", "1",

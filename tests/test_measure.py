@@ -41,6 +41,20 @@ def test_ratios_are_paired():
         x["seconds"] for x in fast)
 
 
+def test_the_trial_goes_by_paired_ratios(monkeypatch):
+    """Two of three prompts prefer 3 nodes; the third, when the machine is slow, has more seconds
+    than both and would decide by their sum."""
+    seconds = {1: [1, 1, 10], 2: [0.9, 0.9, 5], 3: [0.5, 0.5, 11]}
+    monkeypatch.setattr(me, "trim_for", lambda drafter, k, temperature: None)
+    monkeypatch.setattr(me, "generate", lambda model, prompt, drafter, tree, *rest, **options: run(
+        seconds[tree.size][prompt]))
+    ways, counted = [(0, n, f"{n}") for n in (1, 2, 3)], [((0,), 9), ((1,), 5)]
+    assert sum(seconds[2]) < sum(seconds[3])
+    assert me.fastest(small_model(), None, counted, ways, range(3), m.Sampler()) == (0, 3, "3")
+    seconds[2][:2] = 0.4, 0.4
+    assert me.fastest(small_model(), None, counted, ways, range(3), m.Sampler()) == (0, 2, "2")
+
+
 def test_another_text_is_no_tie():
     model = small_model(3)
     naive, choose = m.naive_generate(model, [1, 2, 3], 9), m.Sampler()

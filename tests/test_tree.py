@@ -6,13 +6,16 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, Oracle, small_model, trees
+from helpers import ROOT, Oracle, random_heads, small_model, trees
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tree as t
-from medusa import Lookup
-from vocabtrim import best_size, count_paths, expected_tokens
+from hydra import Hydra
+from measure import best_size
+from medusa import Lookup, Medusa
+from model import Sampler
+from vocabtrim import count_paths, count_steps, expected_tokens
 
 
 def test_examples_in_docstrings():
@@ -89,6 +92,39 @@ def test_control_a_guessed_tree_is_not_the_best():
     counted, chain = count_paths(ranks), set(t.chain(3))
     assert sum(accepted(chain, row) for row in ranks) < sum(
         accepted({path for path, _ in counted[:3]}, row) for row in ranks)
+
+
+@pytest.mark.parametrize("Heads, temperature", [(Medusa, 0.0), (Hydra, 0.0), (Hydra, 1.0)])
+def test_steps_counted_are_the_steps_that_decoding_takes(Heads, temperature):
+    """The third round counts where steps with the second round's tree begin: decoding these texts
+    with that tree takes as many steps, and finds as many tokens as were counted. (Not in the last
+    positions, where the limit may cut a step.)"""
+    model, P, new = small_model(3, size=2, V=5, block_size=64), 8, 52
+    heads = random_heads(Heads, model, n_head=3)
+    prompts = torch.randint(5, (12, P), generator=torch.Generator().manual_seed(1))
+    choose = Sampler(temperature, seed=7)
+    texts = [p.tolist() + t.generate(model, p.tolist(), limit=new, choose=choose)["ids"]
+             for p in prompts]
+    h = model(torch.tensor(texts))
+    choose.start(P, 5)
+    noise = torch.zeros(12, P + new, 5)
+    noise[:, P:] = temperature * torch.stack([choose.gumbel(p, h) for p in range(P, P + new)])
+    ranks = heads.ranks(h, torch.tensor(texts), noise)[:, P - 1:-1].tolist()
+    paths = [path for path, _ in count_steps(ranks, nodes=6, rounds=2)[0]][:5]
+    tree, (counted, total) = t.Tree(paths), count_steps(ranks, nodes=6, rounds=3)
+    begun = [[] for _ in texts]
+    for text, prompt, steps in zip(texts, prompts, begun):
+        at = 0
+        for n in t.generate(model, prompt.tolist(), heads, tree, new, choose=choose)["accepted"]:
+            steps += [n] * (at < len(ranks[0]))
+            at += n
+    assert sum(map(len, begun)) == total
+    mean = sum(map(sum, begun)) / total
+    assert mean == pytest.approx(1 + sum(n for path, n in counted if path in paths) / total)
+    # control: all positions alike give another number
+    rows = [row for text in ranks for row in text]
+    alike = 1 + sum(n for path, n in count_paths(rows) if path in paths) / len(rows)
+    assert alike != pytest.approx(mean)
 
 
 def test_independent_heads_give_the_product_rules_tree():
