@@ -202,12 +202,13 @@ def sweep_heads(model, tokenizer, prompts, args):
     done stays in out/ablation.pt."""
     path, (seconds, steps) = Path(args.out) / "ablation.pt", QUICK if args.quick else (60, 300)
     rows, bound = load_file(path) if path.exists() else {}, fingerprint(model)
-    ids = tokenizer.encode_all(hold_out(read_corpus(args.data))[0])
-    ids, T = torch.tensor(ids, device=args.device), model.config.block_size
+    ids, counting = (torch.tensor(tokenizer.encode_all(part), device=args.device)
+                     for part in hold_out(hold_out(read_corpus(args.data))[0], 20))
+    T = model.config.block_size
     task = argparse.Namespace(seed=0, text_seconds=seconds / 2, text_rows=256, block_size=T,
                               heads_batch=2, heads_lr=2e-3)
-    text = [x.flatten(0, 1) for x in own_text(model, ids[:len(ids) * 19 // 20], task)]
-    begin = windows(ids[len(ids) * 19 // 20:], 32, T // 4, torch.Generator().manual_seed(3))
+    text = [x.flatten(0, 1) for x in own_text(model, ids, task)]
+    begin = windows(counting, 32, T // 4, torch.Generator().manual_seed(3))
     counting = {t: write_text(model, begin, T // 2, t) for t in (0.0, 1.0)}
     for (name, (Heads, options)), same in product(ROWS.items(), ("time", "tokens")):
         key = f"{name:18} same {same}, {seconds if same == 'time' else steps}"

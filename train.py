@@ -80,13 +80,13 @@ def read_corpus(data):
     return texts
 
 
-def hold_out(texts):
-    """-> (training texts, held-out texts): every tenth file, or the last tenth of fewer than 20."""
+def hold_out(texts, n=10):
+    """-> (texts to keep, texts held out): every n-th file, or the last n-th of fewer than 2 n."""
     texts = [text for text in texts if text]
-    if len(texts) >= 20:
-        return [t for i, t in enumerate(texts) if i % 10 != 9], texts[9::10]
+    if len(texts) >= 2 * n:
+        return [t for i, t in enumerate(texts) if i % n != n - 1], texts[n - 1::n]
     whole = "".join(texts)
-    cut = len(whole) * 9 // 10
+    cut = len(whole) * (n - 1) // n
     return [whole[:cut]], [whole[cut:]]
 
 
@@ -302,14 +302,13 @@ def new_base(args, texts, held):
 
 def split(args, tokenizer, texts, held):
     """-> ids to learn from, ids to count trees on, held-out ids. UserError where too short."""
-    ids, last = tokenizer.encode_all(texts), tokenizer.encode_all(held)
-    cut = len(ids) * 19 // 20
-    for part, what, share in [(ids[cut:], "the twentieth to count trees on", 22),
+    ids, counting, last = map(tokenizer.encode_all, (*hold_out(texts, 20), held))
+    for part, what, share in [(counting, "the twentieth to count trees on", 22),
                               (last, "the held-out tenth", 10)]:
         if len(part) < args.block_size:
             raise UserError(f"{what} has {len(part)} tokens and needs {args.block_size}: give a "
                             f"text of some {4 * share * args.block_size} characters or more")
-    return [torch.tensor(part, device=args.device) for part in (ids[:cut], ids[cut:], last)]
+    return [torch.tensor(part, device=args.device) for part in (ids, counting, last)]
 
 
 def main():

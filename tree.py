@@ -221,14 +221,14 @@ def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choos
     room = check_call(model, prompt, drafter, tree, limit)
     if room == 0:
         return
-    device = model.wte.weight.device
     cache = KVCache(model, model.config.block_size + tree.size)
-    fed = torch.tensor(prompt, device=device)
+    fed = torch.tensor(prompt, device=model.wte.weight.device)
     h = model(fed[None], cache)[0]
     cache.keep(range(len(prompt)))
     position = 0  # of the first row of h
     choose.start(len(prompt), model.config.vocab_size)
-    new = choose(model.lm_head(h[-1:]), [len(prompt)]).tolist()
+    root = choose(model.lm_head(h[-1:]), [len(prompt)])
+    new = root.tolist()
     if getattr(drafter, "keep", None) is not None:
         tree = tree.cut(tree.max_depth, len(drafter.keep))  # ranks that can't be drafted
     while True:
@@ -243,17 +243,17 @@ def decode(model, prompt, drafter=None, tree=Tree(), limit=128, stop=None, choos
         yield new
         if done:
             return
-        position, now, tokens = cache.length, tree, torch.tensor(new[-1:], device=device)
+        position, now, tokens = cache.length, tree, root
         if tree.size > 1:
-            now, tokens = draft(drafter, tree, state, tokens, noise and choose, position)
+            now, tokens = draft(drafter, tree, state, root, noise and choose, position)
         # subtle: a node's position is by depth, not by row: siblings share it, and its noise
         h = model(tokens[None], cache, now.depths + position if now.size > 1 else None, now.mask)[0]
         logits = model.lm_head(h)
-        choice = choose(logits, [position + d + 1 for d in now.depth]).tolist()
-        drafts = tokens.tolist()
+        chosen = choose(logits, [position + d + 1 for d in now.depth])
+        choice, drafts = chosen.tolist(), tokens.tolist()
         path = (accept or walk)(now, drafts, choice, logits, choose)
         cache.keep(path)
-        new = [drafts[i] for i in path[1:]] + [choice[path[-1]]]
+        new, root = [drafts[i] for i in path[1:]] + [choice[path[-1]]], chosen[path[-1], None]
         h, fed = (h[path], tokens[path]) if now.size > 1 else (h, tokens)  # the accepted rows
 
 

@@ -224,6 +224,7 @@ def test_hold_out_is_a_fixed_tenth():
     texts = [str(i) for i in range(25)]
     assert train.hold_out(texts) == ([t for t in texts if t not in ("9", "19")], ["9", "19"])
     assert train.hold_out(["abcde", "fghij"]) == (["abcdefghi"], ["j"])
+    assert train.hold_out(texts, 5)[1] == ["4", "9", "14", "19", "24"]
 
 
 def test_plain_process_ascii_pipe_and_empty_home(out, tmp_path):
