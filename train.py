@@ -29,7 +29,8 @@ from vocabtrim import count_ids, count_steps, some_ids, trim, trim_for, write_te
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "ensurepip",
         "lib2to3", "pydoc_data", "turtledemo", "__pycache__"}  # tests, tables, bundled
-TEMPERATURES = (0.0, 0.8, 1.0)  # of the base model's own text
+TEMPERATURES = (0.0, 0.8, 1.0)
+MIX = (0.0, 0.8, 1.0, 0.8, 1.0)  # of the base model's own text: greedy text repeats, less will do
 EMBEDDING_RATE = 8  # times the learning rate of the matrices
 
 
@@ -186,7 +187,7 @@ def own_text(model, ids, args):
     generator, written = torch.Generator().manual_seed(args.seed + 1), []
     progress, P = Progress("own text", args.text_seconds), args.block_size // 8
     while len(written) < (18 if progress.done() < 1 else 3):  # 18 hold hidden states of a gigabyte
-        temperature = TEMPERATURES[len(written) % len(TEMPERATURES)]
+        temperature = MIX[len(written) % len(MIX)]
         begin = windows(ids, args.text_rows, P, generator)
         written.append(write_text(model, begin, args.block_size - P, temperature,
                                   args.seed + len(written), keep_noise=False)[:2])
@@ -343,8 +344,9 @@ def main():
     train_heads(model, heads, written.flatten(0, 1), hidden.flatten(0, 1), args,
                 Progress("heads", args.heads_seconds))
     for h in heads.values():
-        h.ready().counts = {t: count_ids(written[i::len(TEMPERATURES)], tokenizer.vocab_size)
-                            for i, t in enumerate(TEMPERATURES)}  # for VocabTrim
+        h.ready().counts = dict.fromkeys(TEMPERATURES, 0)  # for VocabTrim
+        for i, temperature in enumerate(MIX):
+            h.counts[temperature] += count_ids(written[i::len(MIX)], tokenizer.vocab_size)
     trees = count_trees(model, heads, counting, args)
     for kind, h in heads.items():
         save_heads(args.out, kind, h, trees[kind], tokenizer)

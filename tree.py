@@ -105,8 +105,9 @@ class Dynamic:
 
     Level by level, the `width` likeliest nodes get children; of all these candidates the likeliest
     size - 1 stay. A node's likelihood is the product of softmax(draft logits + temperature * noise)
-    along its path, so no parent is less likely than its child."""
-    paths = ()  # any rank may come, and none is too high
+    along its path, so no parent is less likely than its child. The softmax is sharpened: a token is
+    the choice more often than it is likely."""
+    paths, sharp = (), 1.5  # any rank may come, and none is too high
 
     def __init__(self, size, max_depth, width=8):
         self.size, self.max_depth, self.width = size, max_depth, width
@@ -119,7 +120,7 @@ class Dynamic:
     def pick(self, depth, scores):
         if depth == 0:
             self.parent, self.value = [torch.tensor([-1])], [scores.new_zeros(1)]
-        likely = self.value[-1][:self.width, None] + scores.log_softmax(-1)
+        likely = self.value[-1][:self.width, None] + (self.sharp * scores).log_softmax(-1)
         best, flat = likely.flatten().topk(min(self.size - 1, likely.numel()))
         place, which = flat // likely.shape[1], flat % likely.shape[1]
         above = sum(map(len, self.parent[:-1]))  # how many nodes come before the parents' level

@@ -212,7 +212,7 @@ def grow_by_hand(logits, size, depth, width):
     value, level = {(): 0.0}, [()]
     for _ in range(depth):
         new = {(*path, v): value[path] + lp for path in level
-               for v, lp in enumerate(logits(path).log_softmax(-1).tolist())}
+               for v, lp in enumerate((t.Dynamic.sharp * logits(path)).log_softmax(-1).tolist())}
         best = sorted(new, key=lambda path: -new[path])[:size - 1]
         value |= {path: new[path] for path in best}
         level = best[:width]
