@@ -82,9 +82,9 @@ def read_corpus(data):
 
 
 def hold_out(texts, n=10):
-    """-> (texts to keep, texts held out): every n-th file, or the last n-th of fewer than 2 n."""
+    """-> (texts to keep, texts held out): every n-th file, or the last n-th of fewer than 20."""
     texts = [text for text in texts if text]
-    if len(texts) >= 2 * n:
+    if len(texts) >= 20:
         return [t for i, t in enumerate(texts) if i % n != n - 1], texts[n - 1::n]
     whole = "".join(texts)
     cut = len(whole) * (n - 1) // n

@@ -224,6 +224,7 @@ def test_hold_out_is_a_fixed_tenth():
     texts = [str(i) for i in range(25)]
     assert train.hold_out(texts) == ([t for t in texts if t not in ("9", "19")], ["9", "19"])
     assert train.hold_out(["abcde", "fghij"]) == (["abcdefghi"], ["j"])
+    assert train.hold_out(texts, 20)[1] == ["19"]  # files stay whole: each ends with a stop token
     assert train.hold_out(texts, 5)[1] == ["4", "9", "14", "19", "24"]
 
 
